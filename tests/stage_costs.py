@@ -53,21 +53,22 @@ def fixed_bytes(
     problem: Problem, module: str, blocks: Blocks, tp: int, dp: int, *, in_rounds: bool = False
 ) -> float:
     """Weights, gradients and optimizer state on one device."""
-    return problem.costs.static_bytes(
-        task=problem.task.name,
-        module=module,
-        tp=tp,
-        dp=dp,
-        blocks=blocks,
-        trainable=problem.trainable(module, blocks),
-        in_rounds=in_rounds,
-    )
+    costs, task = problem.costs, problem.task.name
+    trained = _trained(problem, module, blocks)
+    frozen = costs.parameters(task=task, module=module, blocks=blocks) - trained
+    # Of tensor-parallel stages the gradients alone are cut.
+    gathers = in_rounds and tp == 1 and dp > 1
+    each = costs.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers)
+    return (trained * each + frozen * costs.bytes_per_parameter(trainable=False)) / tp
 
 
 def gradient_bytes(problem: Problem, module: str, blocks: Blocks, tp: int) -> float:
     """Gradient that a device contributes to its reduction."""
-    numbers = sum(
+    return _trained(problem, module, blocks) / tp * problem.costs.gradient_bytes
+
+
+def _trained(problem: Problem, module: str, blocks: Blocks) -> float:
+    return sum(
         problem.costs.parameters(task=problem.task.name, module=module, blocks=part)
         for part in problem.trainable(module, blocks)
     )
-    return numbers / tp * problem.costs.gradient_bytes

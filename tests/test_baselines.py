@@ -325,7 +325,7 @@ class Oracle:
         )
         if ranks[0] // node != ranks[1] // node:
             seconds += sum(
-                costs.all_gather_s(ranks=range(tp), num_bytes=num_bytes) for tp in takers
+                costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes) for tp in takers
             )
         return seconds
 

@@ -20,7 +20,7 @@ from mmplan.solvers.communicators import PlacedModule
 from mmplan.solvers.convex.module_tables import VPP
 from mmplan.solvers.convex.solver import best_pipelines
 from mmplan.solvers.messages import stage_messages
-from mmplan.solvers.partitioner import cut_blocks, cut_everywhere
+from mmplan.solvers.partitioner import cut_everywhere
 from mmplan.solvers.problem import Candidate, Problem, Request
 from tests.solving import module_profile, profile, workload
 from tests.stage_costs import fixed_bytes, gradient_bytes, held_bytes, stage_s
@@ -198,7 +198,7 @@ class Oracle:
         message_s = link.latency_s + num_bytes / link.bandwidth_bytes_per_s
         if not together:
             # Between nodes the ranks of a TP group receive shares, and gather them.
-            message_s += problem.costs.all_gather_s(ranks=range(tp), num_bytes=num_bytes)
+            message_s += problem.costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes)
         return (1 + back) * message_s
 
     def _reduce_s(
@@ -362,17 +362,3 @@ def candidates(problem: Problem) -> tuple[Candidate, ...]:
         return ()
     assert all(solution.formula_bound_s <= c.objective_s for c in solution.candidates)
     return solution.candidates
-
-
-def test_one_recurrence_cuts_as_well_as_the_partitioner() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        work = [float(x) for x in rng.integers(0, 6, int(rng.integers(1, 12)))]
-        for stages, cuts in enumerate(cut_everywhere(tuple(work), len(work)), start=1):
-            expected = cut_blocks(work, stages)
-            assert len(cuts) == stages
-            assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
-            assert cuts[-1][1] == len(work)
-            assert all(a < b for a, b in cuts)
-            slowest = max(sum(work[a:b]) for a, b in cuts)
-            assert slowest == max(sum(work[a:b]) for a, b in expected)

@@ -40,14 +40,8 @@ def check_module(problem: Problem, module: str, rng: np.random.Generator) -> Non
     cuts = tuple(pairwise(ends))
     own, size, dp = costs.stages(cuts), np.array([1, 2, 5]), np.array([1, 2, 3])
     for tp in problem.costs.tp_options(task=problem.task.name, module=module):
-        forward, backward = (own.shares @ x for x in costs.seconds(tp, size, costs.work(size, dp)))
-        held = costs.held_bytes(
-            own.held[:, None],
-            own.inputs[:, None],
-            activation=costs.activation_bytes(tp, size),
-            size=size,
-            tp=tp,
-        )
+        forward, backward = (own.shares @ x for x in costs.seconds(tp, size, dp))
+        held = costs.held_bytes(own.held[:, None], own.inputs[:, None], tp=tp, size=size)
         numbers = own.trained[:, None], own.frozen[:, None]
         fixed = {
             in_rounds: costs.parameter_bytes(*numbers, tp=tp, dp=dp, in_rounds=in_rounds)

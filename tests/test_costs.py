@@ -184,8 +184,8 @@ def test_the_profiles_own_lists_share_out_parameters_activations_and_cuts() -> N
 )
 def test_memory_of_a_parameter(training: dict[str, Any], trained: float, frozen: float) -> None:
     costs = _costs(PlannedTraining(**training))
-    static = costs.static_bytes(**WHERE, tp=2, dp=4, blocks=(0, 2), trainable=[(1, 4)])
-    assert static == pytest.approx((250 * trained + 250 * frozen) / 2)
+    assert costs.bytes_per_parameter(trainable=True, dp=4) == pytest.approx(trained)
+    assert costs.bytes_per_parameter(trainable=False, dp=4) == pytest.approx(frozen)
 
 
 # --- links -----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_all_reduce_is_a_ring_for_large_and_a_tree_for_small() -> None:
     assert costs.all_reduce_s(ranks=range(4), num_bytes=0) == pytest.approx(2 * 2 * 1)
     assert costs.all_reduce_s(ranks=[2], num_bytes=1e6) == 0
     gather = 2 * 1 + 3 / 4 * 1e6 / 100
-    assert costs.all_gather_s(ranks=range(4), num_bytes=1e6) == pytest.approx(gather)
+    assert costs.gather_shares_s(ranks=range(4), num_bytes=1e6) == pytest.approx(gather)
 
 
 def test_between_nodes_a_node_sends_its_part_once() -> None:

@@ -19,7 +19,7 @@ from mmplan.schema.plan import PlannedTraining, Unit
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Pins, Workload, resolve_tasks
 from mmplan.solvers.distmm.solver import solve_distmm
-from mmplan.solvers.partitioner import cut_blocks
+from mmplan.solvers.partitioner import cut_everywhere
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import NotApplicableError, Request, Solution
 from mmplan.solvers.sample_split import cut, microbatch_sizes, split_evenly
@@ -460,9 +460,9 @@ def test_without_time_a_chain_still_gets_a_good_plan_and_a_bound() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_cut_blocks_is_optimal(work: list[int], data: st.DataObject) -> None:
+def test_cuts_are_optimal(work: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(work)))
-    got = cut_blocks([float(w) for w in work], stages)
+    got = cut_everywhere(tuple(float(w) for w in work), len(work))[stages - 1]
     assert [b for _, b in got] == [*(a for a, _ in got[1:]), len(work)]
     assert got[0][0] == 0
     assert all(a < b for a, b in got)

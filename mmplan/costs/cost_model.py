@@ -242,34 +242,6 @@ class CostModel(LinkCosts):
         share = 1.0 if blocks is None else _between(shares.parameters, blocks)
         return shares.profile.parameters * share
 
-    def static_bytes(
-        self,
-        *,
-        task: str,
-        module: str,
-        tp: int,
-        dp: int = 1,
-        blocks: Blocks | None = None,
-        trainable: Ranges | None = None,
-        in_rounds: bool = False,
-    ) -> float:
-        """Weights, gradients and optimizer state of a stage on one device.
-
-        All are divided by ``tp``, and what ZeRO cuts (:meth:`bytes_per_parameter`) also by ``dp``.
-        """
-        blocks = blocks or (0, self.num_blocks(task=task, module=module))
-        total = self.parameters(task=task, module=module, blocks=blocks)
-        trained = sum(
-            self.parameters(task=task, module=module, blocks=part)
-            for part in overlaps(blocks, trainable)
-        )
-        # Of tensor-parallel stages the gradients alone are cut.
-        gathers = in_rounds and tp == 1 and dp > 1
-        each = self.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers)
-        return (
-            trained * each + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
-        ) / tp
-
     def gathered_bytes(
         self, *, task: str, module: str, blocks: Blocks, trainable: Ranges | None = None
     ) -> float:

@@ -285,10 +285,6 @@ class LinkCosts:
         """Seconds of an all-reduce of ``num_bytes`` on each rank."""
         return self.all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers).seconds
 
-    def all_gather_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds of an all-gather that leaves ``num_bytes`` on each rank."""
-        return self.all_gather(ranks=ranks, num_bytes=num_bytes).seconds
-
 
 def all_reduce_s(
     cluster: Cluster,

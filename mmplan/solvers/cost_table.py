@@ -104,6 +104,10 @@ class ModuleCosts:
             frozen=parameters * (1 - trains_L),
             cut_bytes=cut_bytes,
         )
+        own = self.blocks
+        columns = [own.shares, own.held, own.inputs, own.trained, own.frozen]
+        # A row of zeros after the last block, so that its end is a place too.
+        self._per_block = np.pad(np.column_stack(columns), ((0, 1), (0, 0)))
 
     def _bytes_per_trained(self, dp: int, in_rounds: bool, gathers: bool) -> float:
         return self._costs.bytes_per_parameter(
@@ -117,12 +121,8 @@ class ModuleCosts:
 
     def stages(self, cuts: tuple[Blocks, ...]) -> StageCosts:
         """Ranges of the module's blocks as stages."""
-        own = self.blocks
-        columns = own.held, own.inputs, own.trained, own.frozen
-        # Of each range's start and end the sums up to the next are added; every other one counts.
-        per_block = np.column_stack([own.shares, *columns])
-        ends = np.vstack([per_block, np.zeros(per_block.shape[1])])
-        sums = np.add.reduceat(ends, np.array(cuts).ravel())[::2]
+        # Sums from each range's start to its end, and from there on; every other one counts.
+        sums = np.add.reduceat(self._per_block, np.array(cuts).ravel())[::2]
         held, inputs, trained, frozen = sums[:, LOSSES + 1 :].T
         return StageCosts(
             cuts=cuts,
@@ -131,23 +131,27 @@ class ModuleCosts:
             inputs=inputs,
             trained=trained,
             frozen=frozen,
-            cut_bytes=own.cut_bytes[[stop - 1 for _, stop in cuts]],
+            cut_bytes=self.blocks.cut_bytes[[stop - 1 for _, stop in cuts]],
         )
 
     # --- seconds ------------------------------------------------------------------------
 
-    def seconds(self, tp: int, size: Ints, work: Ints | Floats) -> tuple[Floats, Floats]:
+    def seconds(self, tp: int, size: Ints, dp: Ints | None = None) -> tuple[Floats, Floats]:
         """``[4, ...]`` what the columns of a stage's shares are multiplied by.
 
         Args:
             tp: tensor-parallel degree.
             size: samples of a micro-batch.
-            work: the same in samples of mean work (:meth:`work`).
+            dp: replicas, where the busiest one counts.
 
         Returns:
             Seconds of a forward, and of a backward.
         """
         fit = self._costs.curves(task=self._task, module=self._module, tp=tp)
+        # In samples of mean work.
+        work: Ints | Floats = size
+        if dp is not None and self._costs.sampled_work(self._task) is not None:
+            work = size * np.vectorize(self._straggler, otypes=[np.float64])(dp)
         forward = curve_values(fit.forward, work)
         inputs = curve_values(fit.backward_input, work)
         weights = np.maximum(curve_values(fit.backward, work) - inputs, 0.0)
@@ -162,12 +166,6 @@ class ModuleCosts:
             np.stack([none, inputs, weights, loss_backward]),
         )
 
-    def work(self, size: Ints, dp: Ints) -> Ints | Floats:
-        """Micro-batches of the busiest of ``dp`` replicas, in samples of mean work."""
-        if self._costs.sampled_work(self._task) is None:
-            return size
-        return size * np.vectorize(self._straggler, otypes=[np.float64])(dp)
-
     # --- bytes --------------------------------------------------------------------------
 
     def activation_bytes(self, tp: int, size: Ints) -> Floats:
@@ -176,17 +174,25 @@ class ModuleCosts:
         return curve_values(fit.activation_bytes, size)
 
     def held_bytes(
-        self, held: Floats, inputs: Floats, *, activation: Floats, size: Ints, tp: int | Ints
+        self,
+        held: Floats,
+        inputs: Floats,
+        *,
+        tp: int | Ints,
+        size: Ints,
+        activation: Floats | None = None,
     ) -> Floats:
         """Activations of one micro-batch.
 
         Args:
             held: share of the module's activations.
             inputs: bytes per sample of the blocks' inputs.
-            activation: :meth:`activation_bytes`.
+            tp: of the stages.
             size: samples of the micro-batch.
-            tp: of the activations.
+            activation: :meth:`activation_bytes`, where there are several ``tp``.
         """
+        if activation is None:
+            activation = self.activation_bytes(int(tp), size)
         if not self._recomputes:
             return held * activation
         sharers = tp if self._costs.training.sequence_parallel else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -11,15 +10,10 @@ from mmplan.arrays import Floats, Indices
 from mmplan.solvers.problem import Problem
 
 
-def cut_blocks(work: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
-    """Consecutive non-empty ranges of blocks with the least maximum of work, exactly."""
-    return cut_everywhere(tuple(work), len(work))[stages - 1]
-
-
 # Equal modules of several tasks, solvers and degrees need the same cuts.
 @lru_cache(maxsize=64)
 def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, int], ...]]:
-    """Blocks cut into 1, 2, ... ``most`` stages with the least maximum of work.
+    """Blocks cut into 1, 2, ... ``most`` consecutive stages with the least maximum of work.
 
     One recurrence for all numbers of stages, O(most * L^2) in numpy.
     """
@@ -51,7 +45,7 @@ def _block_seconds(problem: Problem, module: str) -> Floats:
     """[L] seconds of a sample in every block, at the least tp."""
     costs, one = problem.module_costs(module), np.ones(1, dtype=np.int64)
     tp = min(problem.costs.tp_options(task=problem.task.name, module=module))
-    forward, backward = costs.seconds(tp, one, one)
+    forward, backward = costs.seconds(tp, one)
     return (costs.blocks.shares @ (forward + backward))[:, 0]
 
 

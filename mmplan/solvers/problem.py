@@ -176,6 +176,7 @@ class Problem:
         self.rounds = task.batch // task.period
         self.memory_bytes = request.cluster.device.memory_bytes
         self._stages: dict[tuple[str, Blocks], StageProperties] = {}
+        self.hosted_losses = cache(self._hosted_losses)
         self.module_costs = cache(self._module_costs)
 
     def _module_costs(self, module: str) -> ModuleCosts:
@@ -226,7 +227,7 @@ class Problem:
         sizes = set(self.task.sync_batches.values())
         return not self.chained() and len(sizes) <= 1
 
-    def hosted_losses(self, module: str) -> tuple[str, ...]:
+    def _hosted_losses(self, module: str) -> tuple[str, ...]:
         """Per-sample losses whose latest input is the module; its last stage computes them."""
         order = self.task.modules
         return tuple(

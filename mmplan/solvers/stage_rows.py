@@ -1,4 +1,4 @@
-"""A module on devices of its own, cut into pipeline stages: rows of bytes, one for each position.
+"""A module cut into pipeline stages: rows of the cost table for bytes, one for each position.
 
 Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-batch size).
 """
@@ -10,7 +10,9 @@ import numpy as np
 from mmplan.arrays import Floats, Indices, Ints
 from mmplan.program.schedules.alternating import Alternating
 from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
-from mmplan.solvers.communicators import communicator_counts
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.plan import ScheduleKind
+from mmplan.solvers.communicators import PlacedModules, communicator_counts
 from mmplan.solvers.messages import bytes_beside, stage_messages
 from mmplan.solvers.problem import Blocks, Problem
 
@@ -49,18 +51,32 @@ def summed_by_position(per_chunk: Floats, pp: int) -> Floats:
     return result
 
 
-def stage_rows(problem: Problem, module: str, cuts: tuple[Blocks, ...], pp: int) -> Floats:
-    """[P, 16], columns above."""
+def stage_rows(
+    problem: Problem,
+    module: str,
+    cuts: tuple[Blocks, ...],
+    pp: int,
+    placed: PlacedModules | None = None,
+) -> Floats:
+    """[P, 16], columns above.
+
+    Args:
+        problem: the task.
+        module: of the task.
+        cuts: its chunks.
+        pp: positions.
+        placed: the module, and others on the same devices: their communicators are not counted.
+            Default: it is alone there.
+    """
     own, count = problem.module_costs(module).stages(cuts), len(cuts)
     vpp = count // pp
     after = np.arange(count)[::-1]
-    messages = [stage_messages(problem, module, cut, {}) for cut in cuts]
+    messages = [stage_messages(problem, module, cut, placed or {}) for cut in cuts]
     per_chunk = np.zeros((count, NUM_COLUMNS))
     per_chunk[:, TRAINED_NUMBERS], per_chunk[:, FROZEN_NUMBERS] = own.trained, own.frozen
     held = np.stack([own.held, own.inputs, [each.carried for each in messages]], axis=1)
     per_chunk[:, HELD : CARRIED + 1] = held
-    ahead = ONE_F_ONE_B.in_flight(1, after[:, None])
-    per_chunk[:, HELD_AHEAD : CARRIED_AHEAD + 1] = held * ahead
+    per_chunk[:, HELD_AHEAD : CARRIED_AHEAD + 1] = held * ONE_F_ONE_B.in_flight(1, after[:, None])
     waits = [(each.returned, each.received, each.kept) for each in messages]
     per_chunk[:, RETURNS : KEPT + 1] = waits
     rows = summed_by_position(per_chunk, pp)
@@ -70,7 +86,7 @@ def stage_rows(problem: Problem, module: str, cuts: tuple[Blocks, ...], pp: int)
         chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, own_slack) for p in range(pp)]
         most = held.reshape(vpp, pp, 3).max(axis=0)
         rows[:, HELD_AHEAD : CARRIED_AHEAD + 1] = np.array(chunks)[:, None] * most
-    if problem.request.cluster.device.communicator_bytes:
+    if problem.request.cluster.device.communicator_bytes and placed is None:
         one, tp, dp, both = (
             communicator_counts(problem, module, cuts, tp=tp, pp=pp, dp=dp)
             for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -100,17 +116,12 @@ class StageBytes:
     """
 
     def __init__(self, problem: Problem, module: str, rows: Floats) -> None:
-        self._costs = problem.module_costs(module)
+        self._costs, self._rounds = problem.module_costs(module), problem.rounds
         self._each = problem.request.cluster.device.communicator_bytes
         self._columns = np.moveaxis(rows, -1, 0)[..., None]
 
-    @property
-    def after(self) -> Floats:
-        """Stages of the module after each."""
-        return self._columns[STAGES_AFTER]
-
-    def fixed_bytes(self, tp: int | Ints, dp: Ints) -> Floats:
-        """Parameters and communicators."""
+    def fixed_bytes(self, tp: int | Ints, dp: Ints, *, in_rounds: bool = False) -> Floats:
+        """Parameters and communicators (:meth:`ModuleCosts.parameter_bytes`)."""
         columns = self._columns
         numbers = columns[TRAINED_NUMBERS], columns[FROZEN_NUMBERS]
         groups = (
@@ -119,26 +130,50 @@ class StageBytes:
             + columns[OF_DP] * np.greater(dp, 1)
             + columns[OF_BOTH] * (np.greater(dp, 1) & np.greater(tp, 1))
         )
-        return self._costs.parameter_bytes(*numbers, tp=tp, dp=dp) + groups * self._each
+        parameters = self._costs.parameter_bytes(*numbers, tp=tp, dp=dp, in_rounds=in_rounds)
+        return parameters + groups * self._each
 
     def held_bytes(
-        self, tp: int | Ints, size: Ints, activation: Floats, *, ahead: bool = False
+        self,
+        tp: int | Ints,
+        size: Ints,
+        activation: Floats | None = None,
+        *,
+        ahead: bool = False,
     ) -> Floats:
         """Activations and messages of one micro-batch in flight.
 
         Args:
             tp: of the stages.
             size: of the micro-batch.
-            activation: bytes of the whole module at this tp.
+            activation: bytes of the whole module, where there are several ``tp``.
             ahead: of all that 1F1B has in flight for the module's own stages.
         """
         held, inputs, carried = self._columns[
             slice(HELD_AHEAD, CARRIED_AHEAD + 1) if ahead else slice(HELD, CARRIED + 1)
         ]
-        own = self._costs.held_bytes(held, inputs, activation=activation, size=size, tp=tp)
+        own = self._costs.held_bytes(held, inputs, tp=tp, size=size, activation=activation)
         return own + carried * size
 
     def bytes_beside(self, size: Ints, steps: int | Ints) -> Floats:
         """Messages beside those that micro-batches in flight carry, of so many in a step."""
         returned, received, kept = self._columns[RETURNS : KEPT + 1]
         return bytes_beside(returned, received, kept, steps) * size
+
+    def active_bytes(
+        self, tp: int, size: Ints, count: Ints, kind: ScheduleKind, *, lead: int, later: int = 0
+    ) -> Floats:
+        """Activations and messages of a step.
+
+        Args:
+            tp: of the stages.
+            size: of the micro-batches.
+            count: micro-batches of a round, K.
+            kind: order of the stages.
+            lead: micro-batches that a stage runs ahead of the next one.
+            later: forwards that stages of other modules must have first.
+        """
+        ahead = lead * self._columns[STAGES_AFTER] + later
+        flights = POLICIES[kind].held_of_step(count, self._rounds, ahead)
+        beside = self.bytes_beside(size, self._rounds * count)
+        return self.held_bytes(tp, size) * flights + beside

@@ -174,10 +174,9 @@ class _ColocationSearch:
         # Most modules have the same ranks, and no messages.
         costs = problem.module_costs(module)
         whole = costs.stages(((0, problem.blocks(module)),))
-        activation = costs.activation_bytes(tp, size)
-        held = costs.held_bytes(whole.held, whole.inputs, activation=activation, size=size, tp=tp)
+        held = costs.held_bytes(whole.held, whole.inputs, tp=tp, size=size)
         flight = POLICIES[_kind(problem)].held_of_step(count, problem.rounds, 0)
-        num_bytes = stages.fixed_bytes(tp, dp)[0] + held * flight
+        num_bytes = stages.bytes.fixed_bytes(tp, dp)[0] + held * flight
         shares: dict[int, list[_ModuleShare]] = {}
         for (own_dp, own, _), seconds, own_bytes in zip(
             found, time_s.tolist(), num_bytes.tolist(), strict=True

@@ -23,15 +23,14 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
-from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.communicators import PlacedModule, PlacedModules, communicators
 from mmplan.solvers.cost_table import ModuleCosts, StageCosts
-from mmplan.solvers.messages import bytes_beside, stage_messages
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
+from mmplan.solvers.stage_rows import StageBytes, stage_rows
 from mmplan.wording import counted, missing, size
 
 # Micro-batches of a pipeline that are tried without pins: 1, 2, 4, ...
@@ -92,8 +91,8 @@ class _ModuleStages:
 
     Attributes:
         positions: of its stages.
-        after: [S, 1] stages after each, on the longest way to the end.
-        messages: [4, S, 1] bytes per sample (:class:`mmplan.solvers.messages.StageMessages`).
+        bytes: of each stage.
+        later: stages of other modules after it, on the longest way to the end.
     """
 
     grid: ModuleGrid
@@ -101,8 +100,8 @@ class _ModuleStages:
     tp: int
     costs: ModuleCosts
     stages: StageCosts
-    after: Ints
-    messages: Floats
+    bytes: StageBytes
+    later: int
 
 
 class OneGrid:
@@ -120,18 +119,17 @@ class OneGrid:
         self._modules = {module: self._stages(module) for module in layout.places}
 
     def _stages(self, module: str) -> _ModuleStages:
-        place, costs = self.layout.places[module], self.problem.module_costs(module)
-        placed = self._placed(1, self.layout.tp)
-        own = [stage_messages(self.problem, module, cut, placed) for cut in place.cuts]
-        messages = [(m.carried, m.returned, m.received, m.kept) for m in own]
+        problem, place = self.problem, self.layout.places[module]
+        costs, placed = problem.module_costs(module), self._placed(1, self.layout.tp)
+        rows = stage_rows(problem, module, place.cuts, len(place.cuts), placed)
         return _ModuleStages(
             grid=place,
             positions=slice(place.first, place.first + len(place.cuts)),
             tp=self._tp(place),
             costs=costs,
             stages=costs.stages(place.cuts),
-            after=self._stages_after(module) - np.arange(len(place.cuts))[:, None],
-            messages=np.array(messages).T[..., None],
+            bytes=StageBytes(problem, module, rows),
+            later=self._later(module),
         )
 
     @property
@@ -217,7 +215,7 @@ class OneGrid:
         busy, end = np.zeros((self.layout.positions, len(splits))), dict[str, Floats]()
         for module, own in self._modules.items():
             dp, size = _replicas(own, splits), _sizes(own, splits)
-            each = own.costs.seconds(own.tp, size, own.costs.work(size, dp))
+            each = own.costs.seconds(own.tp, size, dp)
             stage_s = own.stages.shares @ sum(each)
             busy[own.positions] += stage_s
             producers = self.problem.producers(module)
@@ -316,21 +314,12 @@ class OneGrid:
     def active_bytes(self, splits: Sequence[Split]) -> Floats:
         """[positions, B] activations and messages."""
         total = np.zeros((self.layout.positions, len(splits)))
-        policy, rounds = POLICIES[self.schedule.kind], self.problem.rounds
         count = np.array([split.count for split in splits])
+        kind, lead = self.schedule.kind, self.schedule.lead
         for own in self._modules.values():
-            size = _sizes(own, splits)
-            carried, returned, received, kept = own.messages
-            held = own.costs.held_bytes(
-                own.stages.held[:, None],
-                own.stages.inputs[:, None],
-                activation=own.costs.activation_bytes(own.tp, size),
-                size=size,
-                tp=own.tp,
-            )
-            flight = policy.held_of_step(count, rounds, self.schedule.lead * own.after)
-            beside = bytes_beside(returned, received, kept, rounds * count)
-            total[own.positions] += (held + size * carried) * flight + size * beside
+            size, later = _sizes(own, splits), lead * own.later
+            active = own.bytes.active_bytes(own.tp, size, count, kind, lead=lead, later=later)
+            total[own.positions] += active
         return total
 
     def least_bytes(self) -> float:
@@ -341,11 +330,10 @@ class OneGrid:
         ]
         return float(self.needed_bytes(ends).min())
 
-    def _stages_after(self, module: str) -> int:
-        """Stages after the module's first one, on the longest way to the end."""
-        own = len(self.layout.places[module].cuts)
-        consumers = self.problem.consumers(module)
-        return own - 1 + max((1 + self._stages_after(c) for c in consumers), default=0)
+    def _later(self, module: str) -> int:
+        """Stages of other modules after it, on the longest way to the end."""
+        consumers, places = self.problem.consumers(module), self.layout.places
+        return max((len(places[c].cuts) + self._later(c) for c in consumers), default=0)
 
     def _fixed_bytes(self, splits: Sequence[Split]) -> Floats:
         """[positions, B] parameters and communicators."""
@@ -358,11 +346,8 @@ class OneGrid:
         )
         in_rounds = self.problem.sums_in_rounds and not self._any_replicated
         for module, own in self._modules.items():
-            trained, frozen = own.stages.trained[:, None], own.stages.frozen[:, None]
             dp = _replicas(own, splits)
-            fixed[own.positions] += own.costs.parameter_bytes(
-                trained, frozen, tp=own.tp, dp=dp, in_rounds=in_rounds
-            )
+            fixed[own.positions] += own.bytes.fixed_bytes(own.tp, dp, in_rounds=in_rounds)
             if in_rounds and own.tp == 1:
                 whole = [self.problem.gathered_bytes(module, cut) for cut in own.grid.cuts]
                 fixed[own.positions] += np.array(whole)[:, None] * (dp > 1)

@@ -48,7 +48,6 @@ class Shapes:
         seconds: [Q, S, 8], columns above; the last stages repeat where there are fewer.
         total: [Q, 8], the same, summed over all stages.
         bytes: [Q, S, 16], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1.
-        total_bytes: [16], the first shape's, summed over its stages.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
         slack: [Q], micro-batches that interleaved chunks take in beyond what is linear in the
             stages after them: pp at a time.
@@ -60,7 +59,6 @@ class Shapes:
     seconds: Floats
     total: Floats
     bytes: Floats
-    total_bytes: Floats
     gradient_bytes: Floats
     slack: Ints
 
@@ -91,7 +89,6 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         seconds=_padded([own[largest_rows(own)] for own in seconds]),
         total=np.array([own.sum(axis=0) for own in seconds]),
         bytes=_padded([own[largest_rows(own)] for own in rows]),
-        total_bytes=rows[0].sum(axis=0),
         gradient_bytes=numbers * problem.costs.gradient_bytes,
         slack=np.array([slack(problem, module, *shape) for shape in shapes], dtype=np.int64),
     )
@@ -261,7 +258,7 @@ class ModuleTables:
         """
         basis = self.basis(size_B)
         if dp_B is not None and self.problem.varies:
-            basis = self._at(size_B, self.costs.work(size_B, dp_B)).basis
+            basis = self._at(size_B, dp_B).basis
         stage = (self._stages @ basis[:, None]).max(axis=2)
         compute = self._total[:, :, :INNER] @ basis[:, :INNER]
         messages = self._total[:, :, INNER:] @ basis[:, INNER:]
@@ -279,13 +276,13 @@ class ModuleTables:
         if len(size_B) and int(size_B.max()) <= REMEMBERED:
             if self._remembered is None:
                 sizes = np.arange(1, REMEMBERED + 1)
-                self._remembered = self._at(sizes, sizes)
+                self._remembered = self._at(sizes)
             return _SizeCosts._make(each[..., size_B - 1] for each in self._remembered)
-        return self._at(size_B, size_B)
+        return self._at(size_B)
 
-    def _at(self, size_B: Ints, work_B: Ints | Floats) -> _SizeCosts:
-        """Of micro-batches in samples, and in samples of mean work."""
-        each = [self.costs.seconds(tp, size_B, work_B) for tp in self.tps]
+    def _at(self, size_B: Ints, dp_B: Ints | None = None) -> _SizeCosts:
+        """As :meth:`_of_sizes`, of the busiest of so many replicas."""
+        each = [self.costs.seconds(tp, size_B, dp_B) for tp in self.tps]
         ones, sizes = np.ones(len(size_B)), size_B.astype(np.float64)
         links = [ones, sizes, ones, sizes]
         return _SizeCosts(

@@ -35,7 +35,6 @@ from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest
 from mmplan.solvers.convex.module_tables import INNER, Table
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.search_budget import SearchBudget
-from mmplan.solvers.stage_rows import FROZEN_NUMBERS, TRAINED_NUMBERS
 from mmplan.wording import counted
 
 # A quotient so little below a whole number of stages is that number.
@@ -196,7 +195,8 @@ class Relaxation:
         for t, tp in enumerate(own.tps):
             seconds = own.shapes.total[0, :INNER] @ basis[t, :INNER]
             # All stages' bytes: some stage holds at least their mean.
-            numbers = own.shapes.total_bytes[[TRAINED_NUMBERS, FROZEN_NUMBERS]]
+            blocks = own.costs.blocks
+            numbers = blocks.trained.sum(), blocks.frozen.sum()
             fixed = own.costs.parameter_bytes(*numbers, tp=tp, dp=dp)
             fewest = tp * dp * np.maximum(1.0, fixed / problem.memory_bytes)
             rows.append(np.stack([np.full(len(dp), tp), dp, seconds, tp * dp * seconds, fewest]))

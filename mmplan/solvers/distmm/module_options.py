@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,9 @@ class Stages:
     """A module on devices of its own, cut into so many stages.
 
     Sizes, replicas and counts of micro-batches are arrays [B].
+
+    Attributes:
+        bytes: of all stages.
     """
 
     def __init__(self, problem: Problem, module: str, pp: int) -> None:
@@ -47,14 +50,14 @@ class Stages:
         self._own = self._costs.stages(self._cuts)
         self._later = len(_downstream(problem, module))
         rows = stage_rows(problem, module, self._cuts, pp)
-        self._bytes = StageBytes(problem, module, rows)
+        self.bytes = StageBytes(problem, module, rows)
         self._fullest = StageBytes(problem, module, rows[largest_rows(rows)])
 
     # --- seconds ------------------------------------------------------------------------
 
     def seconds(self, tp: int, size: Ints, dp: Ints) -> tuple[Floats, Floats]:
         """[P, B] forward and backward of one micro-batch, with gathers of what came in shares."""
-        each = self._costs.seconds(tp, size, self._costs.work(size, dp))
+        each = self._costs.seconds(tp, size, dp)
         forward, backward = (self._own.shares @ x for x in each)
         gather_s, gather_byte_s = self._problem.costs.gather_line(tp)
         gathers = self._apart(tp) * (gather_s + size * self._cut_bytes * gather_byte_s)
@@ -136,36 +139,19 @@ class Stages:
 
     # --- bytes --------------------------------------------------------------------------
 
-    def fixed_bytes(self, tp: int, dp: Ints) -> Floats:
-        """[P, B] of parameters and communicators."""
-        return self._bytes.fixed_bytes(tp, dp)
-
     def active_bytes(
         self, tp: int, size: Ints, count: Ints, kind: ScheduleKind, lead: int = 1
     ) -> Floats:
         """[P, B] of activations and messages, with K = ``count`` micro-batches of a round."""
-        return self._active_bytes(self._bytes, tp, size, count)(kind, lead)
+        return self.bytes.active_bytes(tp, size, count, kind, lead=lead, later=self._later)
 
     def needed_bytes(
         self, tp: int, dp: Ints, size: Ints, count: Ints
     ) -> Callable[[ScheduleKind, int], Floats]:
         """[B] of the fullest stage, for an order and its lead."""
-        fixed = self._fullest.fixed_bytes(tp, dp)
-        active = self._active_bytes(self._fullest, tp, size, count)
-        return lambda kind, lead: (fixed + active(kind, lead)).max(axis=0)
-
-    def _active_bytes(
-        self, stages: StageBytes, tp: int, size: Ints, count: Ints
-    ) -> Callable[[ScheduleKind, int], Floats]:
-        rounds = self._problem.rounds
-        held = stages.held_bytes(tp, size, self._costs.activation_bytes(tp, size))
-        beside = stages.bytes_beside(size, rounds * count)
-
-        def active(kind: ScheduleKind, lead: int) -> Floats:
-            ahead = lead * stages.after + self._later
-            return held * POLICIES[kind].held_of_step(count, rounds, ahead) + beside
-
-        return active
+        fixed, later = self._fullest.fixed_bytes(tp, dp), self._later
+        active = partial(self._fullest.active_bytes, tp, size, count, later=later)
+        return lambda kind, lead: (fixed + active(kind, lead=lead)).max(axis=0)
 
 
 def _downstream(problem: Problem, module: str) -> set[str]:
@@ -515,7 +501,7 @@ def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[floa
     for unit in units:
         stages = Stages(problem, unit.module, unit.pp)
         count, size = np.array([len(unit.microbatches[0])]), np.array([max(unit.microbatches[0])])
-        fixed[unit.name] = stages.fixed_bytes(unit.tp, np.array([unit.dp]))[:, 0].tolist()
+        fixed[unit.name] = stages.bytes.fixed_bytes(unit.tp, np.array([unit.dp]))[:, 0].tolist()
         active[unit.name] = stages.active_bytes(unit.tp, size, count, "gpipe")[:, 0].tolist()
     spare: dict[str, list[float]] = {}
     for unit in units:

@@ -285,8 +285,7 @@ class _ModuleTimes:
 
     def _seconds(self, size_DC: Ints, dp_D: Ints) -> tuple[Floats, Floats]:
         """[4, D, C] (:meth:`mmplan.solvers.cost_table.ModuleCosts.seconds`)."""
-        work_DC = self._costs.work(size_DC, dp_D[:, None])
-        return self._costs.seconds(self._tp, size_DC, work_DC)
+        return self._costs.seconds(self._tp, size_DC, dp_D[:, None])
 
 
 def _without_empty(dp_D: Ints, size_DP: Ints, count_DP: Ints) -> _ShareSplit:

@@ -43,8 +43,8 @@ class BlockMemory:
     def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
         """Activations of a micro-batch, and the messages that it carries."""
         costs, sizes = self._problems[op.task].module_costs(op.module), np.array([size])
-        own, activation = costs.stages((blocks,)), costs.activation_bytes(tp, sizes)
-        held = costs.held_bytes(own.held, own.inputs, activation=activation, size=sizes, tp=tp)
+        own = costs.stages((blocks,))
+        held = costs.held_bytes(own.held, own.inputs, tp=tp, size=sizes)
         return float(held[0]) + size * self.messages(op, blocks).carried
 
     def _compute_messages(self, op: MetaOp, blocks: Blocks) -> StageMessages:
