@@ -179,21 +179,22 @@ def test_the_schedule_goes_on_where_a_checkpoint_was_saved(
 
 
 @pytest.mark.parametrize(
-    ("device", "how", "expected"),
+    ("device", "how", "gaps", "expected"),
     [
-        ("cuda", {}, (True, None)),
-        ("cuda", {"fused": False}, (False, None)),
-        ("cuda", {"foreach": True}, (None, True)),
-        ("cpu", {}, (True, None)),
-        ("meta", {}, (None, None)),
+        ("cuda", {}, False, (True, None)),
+        ("cuda", {"fused": False}, False, (False, None)),
+        ("cuda", {"foreach": True}, False, (None, True)),
+        ("cuda", {}, True, (None, None)),
+        ("cpu", {}, False, (None, None)),
     ],
 )
-def test_adam_is_fused_unless_the_workload_says_otherwise(
-    device: str, how: dict[str, bool], expected: tuple[bool | None, bool | None]
+def test_adam_is_fused_on_cuda_where_nothing_speaks_against_it(
+    device: str, how: dict[str, bool], gaps: bool, expected: tuple[bool | None, bool | None]
 ) -> None:
     train = TrainSpec(optimizer="AdamW", optimizer_args={"lr": 0.1, **how})
     with FakeTensorMode():
-        parameter = nn.Parameter(torch.zeros(2, device=device))
+        strides = (4, 1) if gaps else (2, 1)
+        parameter = nn.Parameter(torch.empty_strided((2, 2), strides, device=device))
         optimizer = build_optimizer(train, [("a", parameter)], sharded=False)
     assert optimizer is not None
     (group,) = optimizer.param_groups
