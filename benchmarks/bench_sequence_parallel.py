@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from noise_decoder import BLOCKS, WIDTH, noise_decoder, planned
 from page import conditions, table, write_section
 from torch import Tensor
 
@@ -27,45 +28,22 @@ from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch.launch import launch
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.session.session import Session
-from mmplan.planning.planner import solve
-from mmplan.profiling.analytic import analytic_profile
-from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 
 RANKS = 2
 KINDS = ("tensor parallelism", "with sequence parallelism")
-BLOCKS, WIDTH, LENGTH, BATCH, VOCAB = 6, 512, 512, 4, 512
+LENGTH = 512
+BATCH = 4
 
 
 def workload(rows: bool) -> Workload:
     """A decoder on noise that only a tensor-parallel group may run."""
-    field = {"shape": [LENGTH], "vocab": VOCAB}
-    return Workload.model_validate(
-        {
-            "name": "rows",
-            "batch": BATCH,
-            "modules": {
-                "llm": {
-                    "factory": "mmplan.zoo.decoder:llama",
-                    "args": {"blocks": BLOCKS, "width": WIDTH, "heads": 8, "vocab": VOCAB},
-                    "inputs": ["tokens"],
-                    "plan": {"tp": RANKS, "pp": 1, "microbatch": BATCH},
-                }
-            },
-            "losses": {
-                "next": {
-                    "factory": "mmplan.zoo.losses:token_cross_entropy",
-                    "args": {"shift": True},
-                    "inputs": ["llm", "labels"],
-                }
-            },
-            "data": {
-                "factory": "mmplan.zoo.synthetic:noise",
-                "args": {"fields": {"tokens": field, "labels": field}, "samples": 64},
-            },
-            "train": {"sequence_parallel": rows},
-        }
+    return noise_decoder(
+        batch=BATCH,
+        length=LENGTH,
+        pins={"tp": RANKS, "pp": 1, "microbatch": BATCH},
+        train={"sequence_parallel": rows},
     )
 
 
@@ -78,7 +56,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found: list[dict[str, Any]] = launch(
             entry="bench_sequence_parallel:race",
-            args=(options.steps, [planned(False), planned(True)]),
+            args=(options.steps, [planned(workload(rows), ranks=RANKS) for rows in (False, True)]),
             num_ranks=RANKS,
             run_dir=Path(folder),
             timeout_s=600.0,
@@ -109,20 +87,6 @@ def main() -> int:
     if options.write_docs:
         write_section("sequence-parallel", text)
     return 0
-
-
-def planned(rows: bool) -> dict[str, Any]:
-    """The plan, which the pins leave no choice."""
-    job = workload(rows)
-    plan = solve(
-        job,
-        workload_path=None,
-        profile=analytic_profile(job, Path(), cluster()),
-        profile_path=None,
-        plan_path="plan.json",
-        devices=RANKS,
-    )
-    return plan.model_dump(mode="json", exclude_none=True)
 
 
 def race(ctx: WorkerContext, steps: int, plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -166,14 +130,6 @@ def _kept_bytes(session: Session) -> int:
     for tensor in session.model.tensors():
         sizes.pop(cast(Any, tensor).untyped_storage().data_ptr(), None)
     return sum(sizes.values())
-
-
-def cluster() -> Cluster:
-    """Two processes of one machine; only the degrees of the plan are wanted, which are pinned."""
-    link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e10)
-    device = Device(name="cpu", memory_bytes=8e9, peak_flops=1e11)
-    links = Links(intra_node=link)
-    return Cluster(name="two", device=device, devices_per_node=RANKS, nodes=1, links=links)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, cast
 
 import torch.distributed as dist
+from noise_decoder import BLOCKS, WIDTH, noise_decoder, planned
 from page import conditions, table, write_section
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,46 +33,23 @@ from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.session.optimizer import build_optimizer
 from mmlaunch.session.session import Session
 from mmplan.errors import RunFailedError
-from mmplan.planning.planner import solve
-from mmplan.profiling.analytic import analytic_profile
-from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, resolve_tasks
 
 RANKS = 2
 OURS, THEIRS = "zero: 3", "fully_shard"
-BLOCKS, WIDTH, LENGTH, BATCH, VOCAB = 6, 512, 128, 8, 512
+LENGTH = 128
+BATCH = 8
 
 
 def workload() -> Workload:
-    """A decoder on noise."""
-    field = {"shape": [LENGTH], "vocab": VOCAB}
-    return Workload.model_validate(
-        {
-            "name": "zero3",
-            "batch": BATCH,
-            "modules": {
-                "llm": {
-                    "factory": "mmplan.zoo.decoder:llama",
-                    "args": {"blocks": BLOCKS, "width": WIDTH, "heads": 8, "vocab": VOCAB},
-                    "inputs": ["tokens"],
-                    "plan": {"tp": 1, "pp": 1, "microbatch": BATCH // RANKS},
-                }
-            },
-            "losses": {
-                "next": {
-                    "factory": "mmplan.zoo.losses:token_cross_entropy",
-                    "args": {"shift": True},
-                    "inputs": ["llm", "labels"],
-                }
-            },
-            "data": {
-                "factory": "mmplan.zoo.synthetic:noise",
-                "args": {"fields": {"tokens": field, "labels": field}, "samples": 64},
-            },
-            "train": {"zero": 3, "optimizer": "AdamW", "optimizer_args": {"lr": 1e-3}},
-        }
+    """A decoder on noise, under ZeRO-3."""
+    return noise_decoder(
+        batch=BATCH,
+        length=LENGTH,
+        pins={"tp": 1, "pp": 1, "microbatch": BATCH // RANKS},
+        train={"zero": 3, "optimizer": "AdamW", "optimizer_args": {"lr": 1e-3}},
     )
 
 
@@ -115,33 +93,6 @@ class FullyShard:
         return total.item() / RANKS
 
 
-def cluster() -> Cluster:
-    """Two processes of this machine; its figures choose nothing here."""
-    link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e9)
-    return Cluster(
-        name="processes",
-        nodes=1,
-        devices_per_node=RANKS,
-        device=Device(name="cpu", memory_bytes=8e9, peak_flops=1e11),
-        links=Links(intra_node=link, inter_node=link),
-    )
-
-
-def planned() -> dict[str, Any]:
-    """The plan, which the pins leave no choice."""
-    job = workload()
-    plan = solve(
-        job,
-        workload_path=None,
-        profile=analytic_profile(job, Path(), cluster()),
-        profile_path=None,
-        plan_path="plan.json",
-        devices=RANKS,
-        solver="deepspeed",
-    )
-    return plan.model_dump(mode="json", exclude_none=True)
-
-
 def race(ctx: WorkerContext, pairs: int, spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of steps by system; the largest difference of their losses.
 
@@ -180,7 +131,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found: list[dict[str, Any]] = launch(
             entry="bench_zero3:race",
-            args=(options.pairs, planned()),
+            args=(options.pairs, planned(workload(), ranks=RANKS, solver="deepspeed")),
             num_ranks=RANKS,
             run_dir=Path(folder),
             timeout_s=600.0,

@@ -17,8 +17,6 @@ from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Instruction, Op
 from mmplan.program.reduction_starts import starting_stage
-from mmplan.schema.plan import Plan
-from mmplan.schema.workload import Workload
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
 from tests.matrix_cases import Case, small_case
@@ -28,24 +26,13 @@ from tests.proofs import certified, faults_of
 from tests.solving import module_profile, profile
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process, verify_steps
-
-ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
-PIPELINE = small_case(dp=2, pp=2, k=4, others="same", feature="chain", kind="1f1b")
-CONTRASTIVE = small_case(dp=3, k=2, others="same", feature="colocated")
-TENSOR = small_case(dp=2, tp=2, k=2, others="same", feature="regression")
+from tests.zero_cases import ADAMW, BUCKET_BYTES, CONTRASTIVE, PIPELINE, TENSOR, under_zero
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums take many buckets."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
-
-
-def _made(case: Case, **train: Any) -> tuple[Plan, Workload]:
-    workload = case.workload()
-    fields = {**ADAMW, "zero": 2, **train}
-    workload = workload.model_copy(update={"train": workload.train.model_copy(update=fields)})
-    return trained_as(case.plan(), workload), workload
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +48,21 @@ def _made(case: Case, **train: Any) -> tuple[Plan, Workload]:
     ids=str,
 )
 def test_steps_and_a_reload_equal_one_process(case: Case, train: dict[str, Any]) -> None:
-    plan, workload = _made(case, **train)
+    plan, workload = under_zero(case, 2, **train)
     assert any(r.rounds for r in compile_plan(plan).block_reductions)
     verdict = verify_steps(plan, workload, steps=2)
     assert not verdict.differences, verdict.differences[:5]
 
 
 def test_steps_are_those_of_zero_1() -> None:
-    one = train_planned(*_made(PIPELINE, zero=1), 3)
-    two = train_planned(*_made(PIPELINE), 3)
+    one = train_planned(*under_zero(PIPELINE, 1), 3)
+    two = train_planned(*under_zero(PIPELINE, 2), 3)
     assert two.losses == pytest.approx(one.losses, rel=1e-12)
     assert worst_difference(two.weights, one.weights) < 1e-9
 
 
 def test_the_rules_of_gpus_are_kept() -> None:
-    plan, workload = _made(PIPELINE)
+    plan, workload = under_zero(PIPELINE, 2)
     world = StrictWorld(plan.devices)
     verdict = verify_in_process(plan, workload, world=world)
     assert world.faults == []
@@ -91,7 +78,7 @@ def test_the_rules_of_gpus_are_kept() -> None:
     ids=str,
 )
 def test_gradients_add_up_where_replicas_differ_or_backwards_are_split(case: Case) -> None:
-    program = compile_plan(_made(case)[0])
+    program = compile_plan(under_zero(case, 2)[0])
     assert any(reduction.rounds is None for reduction in program.block_reductions)
     for reduction in program.block_reductions:
         stage = starting_stage(program, reduction)
@@ -137,7 +124,7 @@ def _at_the_end(row: Row) -> Row:
 def test_a_sum_that_lacks_a_micro_batch_or_has_two_is_found(
     change: Callable[[Row], Row], said: str
 ) -> None:
-    program = compile_plan(_made(PIPELINE)[0])
+    program = compile_plan(under_zero(PIPELINE, 2)[0])
     assert check_program(program) == []
     members = next(r for r in program.block_reductions if r.index == 0).ranks
     rows = [change(r) if n in members else r for n, r in enumerate(program.instructions)]

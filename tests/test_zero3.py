@@ -40,24 +40,27 @@ from tests.solving import module_profile, profile
 from tests.test_session import finish, run_ranks
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process, verify_steps
-
-ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
-PIPELINE = small_case(dp=2, pp=2, k=4, others="same", feature="chain", kind="1f1b")
-CONTRASTIVE = small_case(dp=3, k=2, others="same", feature="colocated")
-TENSOR = small_case(dp=2, tp=2, k=2, others="same", feature="regression")
+from tests.zero_cases import ADAMW, BUCKET_BYTES, CONTRASTIVE, PIPELINE, TENSOR, under_zero
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks take several sums and gathers."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)
 
 
-def _made(case: Case, **train: Any) -> tuple[Plan, Workload]:
-    workload = case.workload()
-    fields = {**ADAMW, "zero": 3, **train}
-    workload = workload.model_copy(update={"train": workload.train.model_copy(update=fields)})
-    return trained_as(case.plan(), workload), workload
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first parameter of each gather, as they come."""
+    found: list[str] = []
+    start = FlatShards.start_gather
+
+    def noted(self: FlatShards, *args: Any) -> Any:
+        found.append(self.slices[0].name)
+        return start(self, *args)
+
+    monkeypatch.setattr(FlatShards, "start_gather", noted)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def _made(case: Case, **train: Any) -> tuple[Plan, Workload]:
     ids=str,
 )
 def test_steps_and_a_reload_equal_one_process(case: Case, train: dict[str, Any]) -> None:
-    plan, workload = _made(case, **train)
+    plan, workload = under_zero(case, 3, **train)
     assert any(stage.gathers for stage in compile_plan(plan).stages)
     verdict = verify_steps(plan, workload, steps=2)
     assert not verdict.differences, verdict.differences[:5]
@@ -129,8 +132,8 @@ def test_blocks_that_a_task_freezes_stay_whole() -> None:
 
 @pytest.mark.slow
 def test_steps_are_those_of_zero_1() -> None:
-    one = train_planned(*_made(PIPELINE, zero=1), 3)
-    three = train_planned(*_made(PIPELINE), 3)
+    one = train_planned(*under_zero(PIPELINE, 1), 3)
+    three = train_planned(*under_zero(PIPELINE, 3), 3)
     assert three.losses == pytest.approx(one.losses, rel=1e-12)
     assert worst_difference(three.weights, one.weights) < 1e-9
 
@@ -148,28 +151,18 @@ def test_the_rules_of_gpus_are_kept(ahead: bool, monkeypatch: pytest.MonkeyPatch
         self.is_ahead = ahead
 
     monkeypatch.setattr(GatheredBlocks, "__init__", made)
-    plan, workload = _made(PIPELINE)
+    plan, workload = under_zero(PIPELINE, 3)
     world = StrictWorld(plan.devices)
     verdict = verify_in_process(plan, workload, world=world)
     assert world.faults == []
     assert not verdict.differences, verdict.differences[:5]
 
 
-def test_recomputed_blocks_are_gathered_once_for_their_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recomputed_blocks_are_gathered_once_for_their_backward(gathers: list[str]) -> None:
     units = [unit("v", "a", dp=2, k=2, blocks=3)]
     losses = [loss("regression", "v", "target")]
     plan = make_plan(*units, losses=losses, batch=8)
     workload = make_workload(units, losses, batch=8, train={**ADAMW, "zero": 3}, recompute="full")
-    gathers: list[str] = []
-    start = FlatShards.start_gather
-
-    def noted(self: FlatShards, *args: Any) -> Any:
-        gathers.append(self.slices[0].name)
-        return start(self, *args)
-
-    monkeypatch.setattr(FlatShards, "start_gather", noted)
     verdict = verify_in_process(trained_as(plan, workload), workload)
     assert not verdict.differences, verdict.differences[:5]
     # Two ranks, two micro-batches, one step: in each forward and in each backward.
@@ -210,7 +203,7 @@ def test_steps_are_the_same_behind_a_warm_up_and_compiled(
     monkeypatch.setenv("MMLAUNCH_WARM_UP", "1")
     if way == "compile":
         Backend("aot_eager", monkeypatch)
-    plan, workload = _made(CONTRASTIVE, compile=way == "compile")
+    plan, workload = under_zero(CONTRASTIVE, 3, compile=way == "compile")
     held: list[int] = []
 
     def parameters_are_freed(session: Session) -> None:
@@ -221,14 +214,14 @@ def test_steps_are_the_same_behind_a_warm_up_and_compiled(
     warm = train_planned(plan, workload, 2, before=parameters_are_freed)
     assert held == [0] * plan.devices
     monkeypatch.setenv("MMLAUNCH_WARM_UP", "0")
-    cold = train_planned(*_made(CONTRASTIVE), 2)
+    cold = train_planned(*under_zero(CONTRASTIVE, 3), 2)
     assert warm.losses == pytest.approx(cold.losses, rel=1e-12)
     assert worst_difference(warm.weights, cold.weights) < 1e-12
 
 
 @pytest.mark.slow
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
-    plan, workload = _made(PIPELINE)
+    plan, workload = under_zero(PIPELINE, 3)
     found = launched(
         gradients_and_resume,
         ([(plan, workload)], tmp_path / "checkpoints"),
@@ -244,20 +237,12 @@ def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_keeps_the_rules_of_an_accelerator() -> None:
-    verdict = check_on_accelerator(*_made(CONTRASTIVE, precision="bf16"), HERE)
+    verdict = check_on_accelerator(*under_zero(CONTRASTIVE, 3, precision="bf16"), HERE)
     assert (verdict.failure, verdict.faults) == (None, ())
 
 
-def test_emulated_ranks_gather_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    gathers: list[str] = []
-    start = FlatShards.start_gather
-
-    def noted(self: FlatShards, *args: Any) -> Any:
-        gathers.append(self.slices[0].name)
-        return start(self, *args)
-
-    monkeypatch.setattr(FlatShards, "start_gather", noted)
-    plan, workload = _made(CONTRASTIVE)
+def test_emulated_ranks_gather_as_in_a_step(gathers: list[str]) -> None:
+    plan, workload = under_zero(CONTRASTIVE, 3)
     counts: list[Counter[str]] = []
     for emulation in (None, Timings(computes={}, losses={})):
         gathers.clear()
@@ -290,7 +275,9 @@ def _swapped(row: Row) -> Row:
 
 
 def test_replicas_that_gather_in_different_orders_are_found() -> None:
-    program = compile_plan(_made(small_case(dp=2, k=2, others="same", feature="regression"))[0])
+    program = compile_plan(
+        under_zero(small_case(dp=2, k=2, others="same", feature="regression"), 3)[0]
+    )
     assert check_program(program) == []
     assert "gathers its blocks" in format_program(program)
     rows = (_swapped(program.instructions[0]), *program.instructions[1:])
