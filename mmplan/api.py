@@ -57,6 +57,7 @@ from mmplan.wording import Hint
 
 if TYPE_CHECKING:
     from mmplan.planning.model_folder import Begun
+    from mmplan.profiling.worker import Worker
 
 # What a file is given as.
 WorkloadLike = Workload | str | Path
@@ -160,6 +161,7 @@ def profile(
     state: Path | None = None,
     hint: Hint = _silent,
     progress: SearchProgress = _no_progress,
+    worker: Worker | None = None,
 ) -> Profile:
     """Time the modules, losses and links of a workload, and fit their curves.
 
@@ -179,6 +181,7 @@ def profile(
         hint: hears what could not be tried.
         progress: hears how many of how many points are done; of an analytic profile, modules and
             losses.
+        worker: that loads its libraries already; default: a new one.
 
     Raises:
         InvalidInputError: the workload, its code or its data is wrong, or options contradict.
@@ -215,8 +218,9 @@ def profile(
     from mmplan.profiling.measure import measure_profile
     from mmplan.schema.dry_run import dry_run
 
-    for note in dry_run(loaded, where, on_meta=analytic):
-        hint(note)
+    def try_out() -> None:
+        for note in dry_run(loaded, where, on_meta=analytic):
+            hint(note)
 
     def on_point(done: int, total: int, _left_s: float | None, note: str) -> None:
         progress(done, total, note)
@@ -225,6 +229,7 @@ def profile(
         state = state or Path(temporary) / "profile.partial"
         if path is None or (analytic and machine is not None):
             assert machine is not None
+            try_out()
             made = analytic_profile(loaded, where, machine, progress=progress)
         else:
             made = measure_profile(
@@ -235,6 +240,8 @@ def profile(
                 progress=on_point,
                 state_path=state,
                 rounds=rounds,
+                meanwhile=try_out,
+                worker=worker,
             )
         if data:
             made = profile_data(

@@ -229,7 +229,7 @@ def test_data_that_say_nothing_leave_the_profile_as_it_is(
     job = workload(**data("Dense"))
     sampler = WorkSampler(job, folder)
 
-    def in_process(_setting: Any, points: list[Any], _state: Any, **_: Any) -> list[Any]:
+    def in_process(_setting: Any, points: list[Any], _state: Any, *_: Any, **__: Any) -> list[Any]:
         return [sampler.work(point) for point in points]
 
     monkeypatch.setattr("mmplan.profiling.data.measure_points", in_process)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,12 @@ class Clock(Protocol):
         ...
 
 
+@cache
+def _other() -> Tensor:
+    """What a process fills its caches with."""
+    return torch.zeros(_OTHER_BYTES // 4)
+
+
 class CpuClock:
     """See :class:`Clock`.
 
@@ -78,7 +85,6 @@ class CpuClock:
     def __init__(self, *, is_alone: bool = False) -> None:
         self.kind = "processor time" if is_alone else "wall time"
         self._read = time.thread_time if is_alone else time.perf_counter
-        self._other: Tensor | None = None
 
     def mark(self) -> float:
         """See :class:`Clock`."""
@@ -95,9 +101,7 @@ class CpuClock:
 
     def cool(self) -> None:
         """See :class:`Clock`."""
-        if self._other is None:
-            self._other = torch.zeros(_OTHER_BYTES // 4)
-        self._other.add_(1.0)
+        _other().add_(1.0)
 
     def warm(self) -> None:
         """A core's speed follows its load within microseconds."""

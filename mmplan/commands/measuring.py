@@ -42,14 +42,17 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Time modules, losses and links of a workload; fit their curves."""
-    from mmplan import api
-    from mmplan.reporting.terminal.tables import profile_grids
-    from mmplan.schema.base import save_document
+    from mmplan.profiling.worker import Worker
 
-    out = Output(as_json=as_json)
+    out, worker = Output(as_json=as_json), Worker()
     check_output("--output", output)
     state = output.with_name(f".{output.name}.partial")
-    with out.progress("profiling") as bar:
+    with worker, out.progress("profiling") as bar:
+        if not analytic:
+            # Its libraries take as long to load as all that this process does until it needs them.
+            worker.start()
+        from mmplan import api
+
         profiled = api.profile(
             workload,
             cluster=cluster,
@@ -62,7 +65,11 @@ def profile(
             state=state,
             hint=out.hint,
             progress=bar.update,
+            worker=worker,
         )
+    from mmplan.reporting.terminal.tables import profile_grids
+    from mmplan.schema.base import save_document
+
     save_document(profiled, output)
     state.unlink(missing_ok=True)
     out.grids(*profile_grids(profiled))

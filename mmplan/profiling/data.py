@@ -17,6 +17,7 @@ from mmplan.profiling.worker import (
     ProfileSetting,
     ProfileState,
     ProgressCallback,
+    Worker,
     measure_points,
 )
 from mmplan.schema.profile import TIMED_STEPS, DataWork, Profile
@@ -72,7 +73,9 @@ def profile_data(
     # the data, see TaskFlow.
     spread = profile.source == "analytic"
     points = [p for task in tasks.values() for p in _points(task, samples, spread)]
-    results = measure_points(setting, points, ProfileState(state_path), progress=progress)
+    with Worker() as worker:
+        state = ProfileState(state_path)
+        results = measure_points(setting, points, state, worker, progress=progress)
     measured = list(zip(points, results, strict=True))
     data: dict[str, DataWork] = {}
     for name, task in tasks.items():

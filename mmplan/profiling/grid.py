@@ -32,7 +32,8 @@ def design(
 
     Points of all blocks decide the fit. Points of half the blocks show the part of a stage's
     time that does not follow its work: at the ends and the middle of the sizes only, and not
-    at all when quick. Small points come first, so that too large ones are met last.
+    at all when quick. Then these sizes are all that tensor-parallel points have. Small points
+    come first, so that too large ones are met last.
 
     Args:
         module_blocks: blocks of the module.
@@ -43,10 +44,10 @@ def design(
     sizes = microbatch_sizes(batch, quick=quick)
     half = module_blocks // 2
     points: list[tuple[int, int, int]] = []
+    some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     for tp in sorted(set(tps)):
-        points += [(tp, size, module_blocks) for size in sizes]
+        points += [(tp, size, module_blocks) for size in (some if quick and tp > 1 else sizes)]
         if half and not quick:
-            some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
             points += [(tp, size, half) for size in some]
     return points
 

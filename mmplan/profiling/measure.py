@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from mmplan.profiling.worker import (
     ProfileSetting,
     ProfileState,
     ProgressCallback,
+    Worker,
     measure_points,
 )
 from mmplan.schema.agreement import fingerprinted
@@ -31,6 +32,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 # Sizes of messages: latency decides the time of the first ones, bandwidth that of the last.
 LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)
+QUICK_LINK_BYTES = LINK_BYTES[::2]
 # Most samples that are loaded for measuring; chosen by hand.
 MOST_SAMPLES = 256
 # Blocks are timed at a small micro-batch: their shares hardly depend on it.
@@ -62,6 +64,8 @@ def measure_profile(
     progress: ProgressCallback | None = None,
     state_path: Path,
     rounds: int = 1,
+    meanwhile: Callable[[], None] = lambda: None,
+    worker: Worker | None = None,
 ) -> Profile:
     """Measure a workload's modules, losses and links on this machine's devices.
 
@@ -76,6 +80,8 @@ def measure_profile(
             removes it.
         rounds: how often each point is measured, in new processes each time; more than one
             take more points and repeats too.
+        meanwhile: called while the processes load their libraries.
+        worker: that does so already; default: a new one.
 
     Returns:
         A fitted profile with source "measured".
@@ -86,25 +92,30 @@ def measure_profile(
         UnfitEnvironmentError: the device cannot be used.
         RunFailedError: a process died, or not even the smallest micro-batch could be run.
     """
-    workload = load_workload(path)
-    chosen, processes = choose_devices(device, num_processes)
-    _check_cluster(cluster, chosen)
-    setting = ProfileSetting(
-        workload=workload.model_dump(mode="json", exclude_none=True),
-        folder=path.parent.resolve(),
-        device=chosen,
-        processes=processes,
-        repeat_s=0.04 if rounds == 1 else 0.1,
-        max_point_s=20.0,
-        pool=min(MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
-    )
-    state = ProfileState(state_path)
-    uses = list(_uses(workload))
-    described, built = _describe(setting, workload, uses, state)
-    # Points of another model, which an interrupted profile may have left, are of no use.
-    setting = replace(setting, model={name: part.model_dump() for name, part in built.items()})
-    points = _design(workload, uses, described, setting, cluster is None, quick=rounds == 1)
-    results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
+    with worker or Worker() as worker:
+        worker.start()
+        workload = load_workload(path)
+        chosen, processes = choose_devices(device, num_processes)
+        _check_cluster(cluster, chosen)
+        meanwhile()
+        setting = ProfileSetting(
+            workload=workload.model_dump(mode="json", exclude_none=True),
+            folder=path.parent.resolve(),
+            device=chosen,
+            processes=processes,
+            repeat_s=0.04 if rounds == 1 else 0.1,
+            max_point_s=20.0,
+            pool=min(MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
+            # A lone GPU has copies alone, within itself.
+            links=cluster is None and (chosen == "cpu" or processes > 1),
+        )
+        state = ProfileState(state_path)
+        uses = list(_uses(workload))
+        described, built = _describe(setting, workload, uses, state, worker)
+        # Points of another model, which an interrupted profile may have left, are of no use.
+        setting = replace(setting, model={name: part.model_dump() for name, part in built.items()})
+        points = _design(workload, uses, described, setting, cluster is None, quick=rounds == 1)
+        results = in_rounds(setting, points, state, worker, progress=progress, rounds=rounds)
     measured = list(zip(points, results, strict=True))
     assembled = _assemble(workload, uses, described, setting, measured, cluster)
     profile = fingerprinted(assembled, workload, built)
@@ -169,11 +180,15 @@ def _signature(task: TaskView, module: str) -> Any:
 
 
 def _describe(
-    setting: ProfileSetting, workload: Workload, uses: Sequence[_Use], state: ProfileState
+    setting: ProfileSetting,
+    workload: Workload,
+    uses: Sequence[_Use],
+    state: ProfileState,
+    worker: Worker,
 ) -> tuple[dict[str, Json], dict[str, BuiltPart]]:
     """Of every module blocks, parameters and possible tp, of every part what was built.
 
-    From shapes, in one process; of the model as it is now, whatever was found before.
+    From shapes; of the model as it is now, whatever was found before.
     """
     degrees = [tp for tp in range(2, setting.processes + 1) if setting.processes % tp == 0]
     points: list[Json] = [{"kind": "fingerprints"}]
@@ -181,7 +196,7 @@ def _describe(
         pins = workload.modules[module].plan
         tps = [tp for tp in degrees if pins.allows("tp", tp)]
         points.append({"kind": "describe", "module": module, "tps": tps})
-    built, *results = measure_points(setting, points, state, processes=1, again=True)
+    built, *results = measure_points(setting, points, state, worker, again=True)
     described = {p["module"]: result for p, result in zip(points[1:], results, strict=True)}
     return described, {name: BuiltPart.model_validate(part) for name, part in built.items()}
 
@@ -203,7 +218,7 @@ def _design(
             if not any(p["kind"] == "loss" and p["loss"] == loss for p in points):
                 points += _loss_points(task, loss)
     if with_links:
-        points += _link_points(setting)
+        points += _link_points(setting, QUICK_LINK_BYTES if quick else LINK_BYTES)
     return points
 
 
@@ -226,13 +241,12 @@ def _loss_points(task: TaskView, loss: str) -> list[Json]:
     ]
 
 
-def _link_points(setting: ProfileSetting) -> list[Json]:
-    lone = setting.device == "cuda" and setting.processes == 1
-    operations = ("copy",) if lone else ("p2p", "all_reduce", "all_gather")
+def _link_points(setting: ProfileSetting, sizes: Sequence[int]) -> list[Json]:
+    operations = ("p2p", "all_reduce", "all_gather") if setting.links else ("copy",)
     return [
         {"kind": "link", "operation": operation, "bytes": size}
         for operation in operations
-        for size in LINK_BYTES
+        for size in sizes
     ]
 
 
@@ -243,6 +257,7 @@ def in_rounds(
     setting: ProfileSetting,
     points: Sequence[Json],
     state: ProfileState,
+    worker: Worker,
     *,
     progress: ProgressCallback | None = None,
     rounds: int = ROUNDS,
@@ -264,7 +279,8 @@ def in_rounds(
     for number in range(rounds):
         todo = [points[k] | ({"round": number} if number else {}) for k in again]
         shown = _shown(progress, number, rounds)
-        results = measure_points(setting, todo, state, progress=shown)
+        with worker:
+            results = measure_points(setting, todo, state, worker, progress=shown)
         if not number:
             results_of = [[result] for result in results]
             again = [k for k in again if _repeats(points[k], points, results[k])]

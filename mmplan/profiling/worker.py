@@ -1,7 +1,7 @@
-"""Runs measuring jobs in processes of their own, and remembers what they finished.
+"""Points measured in processes of their own, and kept when they are finished.
 
-The worker (``python -m mmlaunch.measure``) loads the user's code and the devices; this
-side only sends points and reads one JSON line for each result.
+The worker (``python -m mmlaunch.measure``) loads the user's code and the devices; this side sends
+points and reads one JSON line for each result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -45,6 +45,7 @@ class ProfileSetting:
         repeat_s: seconds to spend on each timing, about.
         max_point_s: points whose single run would take longer are left out.
         pool: samples to load.
+        links: whether links between devices are measured, which have two ends.
         model: what the factories build; empty until that is known.
     """
 
@@ -55,6 +56,7 @@ class ProfileSetting:
     repeat_s: float
     max_point_s: float
     pool: int
+    links: bool = False
     model: Json = field(default_factory=lambda: {})
 
     def key(self, point: Json) -> str:
@@ -63,18 +65,17 @@ class ProfileSetting:
         text = json.dumps([*same, self.max_point_s, self.pool, self.model, point], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def job(self, points: Sequence[Json], processes: int) -> Json:
+    def job(self) -> Json:
         """The worker's input."""
         return {
             "workload": self.workload,
             "folder": str(self.folder),
-            "processes": processes,
-            # A link on one CPU needs a second process; a lone GPU has no second device.
-            "links": any(p["kind"] == "link" and p["operation"] != "copy" for p in points),
+            "device": self.device,
+            "processes": self.processes,
+            "links": self.links,
             "repeat_s": self.repeat_s,
             "max_point_s": self.max_point_s,
             "pool": self.pool,
-            "points": list(points),
         }
 
 
@@ -127,8 +128,8 @@ def measure_points(
     setting: ProfileSetting,
     points: Sequence[Json],
     state: ProfileState,
+    worker: Worker,
     *,
-    processes: int | None = None,
     progress: ProgressCallback | None = None,
     again: bool = False,
 ) -> list[Json]:
@@ -141,11 +142,9 @@ def measure_points(
     """
     keys = [setting.key(point) for point in points]
     todo = [index for index, key in enumerate(keys) if again or state.get(key) is None]
-    job = setting.job([points[index] for index in todo], processes or setting.processes)
     started_s = time.monotonic()
-    for count, line in enumerate(_run(job, setting.device) if todo else (), start=1):
-        index = todo[line["index"]]
-        state.add(keys[index], line["result"])
+    for count, index in enumerate(todo, start=1):
+        state.add(keys[index], worker.measure(setting, points[index]))
         if progress is not None:
             left_s = (time.monotonic() - started_s) / count * (len(todo) - count)
             done = len(points) - len(todo) + count
@@ -165,43 +164,81 @@ def point_text(point: Json) -> str:
             return f"{point['operation']}: {point['bytes']} bytes"
         case "machine":
             return "the devices"
+        case "fingerprints":
+            return "what the factories build"
         case "work":
             return f"work of {counted(point['samples'], 'sample')}"
         case _:
             return f"{point['module']}: its blocks"
 
 
-def _run(job: Json, device: str) -> Iterator[Json]:
-    """Start the worker and give its lines; it ends with the generator, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="mmplan-profile-") as folder:
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mmlaunch.measure", str(path)],
-            env=os.environ | {"MMLAUNCH_DEVICE": device},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            # Ctrl-C is for this process, which then ends the whole group.
-            start_new_session=True,
-        )
-        try:
-            num_results = 0
-            for line in cast("IO[str]", process.stdout):
-                answer = cast(Json, json.loads(line))
-                if "error" in answer:
-                    raise _as_error(answer["error"])
-                num_results += 1
-                yield answer
-            code = process.wait()
-            if code or num_results < len(job["points"]):
-                raise RunFailedError(
-                    f"the measuring process ended with code {code} after {num_results} of "
-                    f"{counted(len(job['points']), 'point')}",
-                    hint="run the command again: finished points are kept",
-                )
-        finally:
-            _end_group(process)
+class Worker:
+    """Processes that measure one point after another, used as a context, whose end ends them.
+
+    They start with the first point, or earlier where :meth:`start` is called; others start with
+    the first point after the context's end.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._has_job = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process, self._has_job = None, False
+        self._stack.close()
+
+    def start(self) -> None:
+        """Let the libraries be loaded, and go on meanwhile."""
+        self._started()
+
+    def measure(self, setting: ProfileSetting, point: Json) -> Json:
+        """A point's result.
+
+        Args:
+            setting: the same for all points until the context's end.
+            point: to be measured.
+
+        Raises:
+            InvalidInputError: a factory, the data or a block is wrong.
+            UnfitEnvironmentError: the device cannot be used.
+            RunFailedError: a process died.
+        """
+        process = self._started()
+        asked = [point] if self._has_job else [setting.job(), point]
+        self._has_job = True
+        # Why a process no longer reads is what it wrote last.
+        with suppress(BrokenPipeError):
+            cast("IO[str]", process.stdin).writelines(json.dumps(each) + "\n" for each in asked)
+            cast("IO[str]", process.stdin).flush()
+        line = cast("IO[str]", process.stdout).readline()
+        if not line:
+            raise RunFailedError(
+                f"the measuring process ended with code {process.wait()} before the point "
+                f"{point_text(point)}",
+                hint="run the command again: finished points are kept",
+            )
+        answer = cast(Json, json.loads(line))
+        if "error" in answer:
+            raise _as_error(answer["error"])
+        return answer["result"]
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            folder = tempfile.TemporaryDirectory(prefix="mmplan-profile-")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mmlaunch.measure", self._stack.enter_context(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                # Ctrl-C is for this process, which then ends the whole group.
+                start_new_session=True,
+            )
+            self._stack.callback(_end_group, self._process)
+        return self._process
 
 
 def _as_error(error: Json) -> MMPlanError:
@@ -217,5 +254,7 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        # What is left to write goes nowhere.
+        with suppress(BrokenPipeError):
+            cast("IO[str]", pipe).close()
