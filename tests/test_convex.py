@@ -105,8 +105,9 @@ class Oracle:
     def _best_of(self, replicas: int, size: int) -> float:
         batch, devices = self.task.batch, self.problem.devices
         samples, steps = min(batch, replicas * size), -(-batch // (replicas * size))
-        whole = batch % (replicas * size) == 0
-        rows = {m: list(self._rows(m, replicas, size, samples, steps, whole)) for m in self.modules}
+        last = batch - (steps - 1) * samples
+        counts = {steps, steps - (last < replicas)}
+        rows = {m: list(self._rows(m, replicas, size, samples, counts)) for m in self.modules}
         best = math.inf
         for choice in itertools.product(*rows.values()):
             if sum(row.devices for row in choice) <= devices:
@@ -132,7 +133,7 @@ class Oracle:
         )
 
     def _rows(
-        self, module: str, replicas: int, size: int, samples: int, steps: int, whole: bool
+        self, module: str, replicas: int, size: int, samples: int, steps: set[int]
     ) -> Iterator[Row]:
         pins, problem = self.specs[module].plan, self.problem
         node, devices = self.cluster.devices_per_node, problem.devices
@@ -146,7 +147,7 @@ class Oracle:
                 counts, range(1, len(self.cuts[module]) + 1), vpps
             ):
                 own = size if module == self.backbone else -(-samples // dp)
-                if vpp > 1 and (module != self.backbone or pp == 1 or not whole or steps % pp):
+                if vpp > 1 and (module != self.backbone or pp == 1):
                     continue
                 degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": own}
                 if tp * pp * dp > devices - len(self.modules) + 1:
@@ -154,9 +155,11 @@ class Oracle:
                 if pp * vpp <= len(self.cuts[module]) and all(
                     pins.allows(name, value) for name, value in degrees.items()
                 ):
-                    yield self._row(module, tp, pp, vpp, dp, own)
+                    yield self._row(module, tp, pp, vpp, dp, own, steps)
 
-    def _row(self, module: str, tp: int, pp: int, vpp: int, dp: int, size: int) -> Row:
+    def _row(
+        self, module: str, tp: int, pp: int, vpp: int, dp: int, size: int, steps: set[int]
+    ) -> Row:
         problem, cuts = self.problem, self.cuts[module][pp * vpp - 1]
         compute = [sum(stage_s(problem, module, cut, tp, size, dp)) for cut in cuts]
         messages = [self._message_s(module, c, cuts, tp, pp, size) for c in range(len(cuts))]
@@ -164,7 +167,10 @@ class Oracle:
         stage = max(sum(compute[c] + messages[c] for c in own) for own in ranks)
         ramp = sum(compute)
         if vpp > 1:
-            ramp = stage + max(ramp - stage, 0) / vpp
+            # Fewer than pp micro-batches go from chunk to chunk without filling the time between.
+            idle = max(ramp - max(steps) * stage, 0) * (vpp - 1) / vpp
+            ramp = stage + max(ramp - stage, 0) / vpp + idle
+        group = max(len(g) for n in steps for g in groups(n, pp))
         return Row(
             devices=tp * pp * dp,
             warm_s=ramp + sum(messages),
@@ -172,13 +178,15 @@ class Oracle:
             reduce_s=self._reduce_s(
                 module, tp, pp, dp, [[cuts[c] for c in own] for own in ranks], size
             ),
-            depth=2 * pp + self._slack(module, pp) if vpp > 1 else pp,
-            needed=tuple(self._bytes(module, cuts, list(own), tp, dp, size, pp) for own in ranks),
+            depth=2 * group + self._slack(module, group) if vpp > 1 else pp,
+            needed=tuple(
+                self._bytes(module, cuts, list(own), tp, dp, size, pp, group) for own in ranks
+            ),
         )
 
-    def _slack(self, module: str, pp: int) -> int:
-        """Interleaved chunks take in pp micro-batches at a time for what comes after them."""
-        return pp - 1 if self.problem.consumers(module) else 0
+    def _slack(self, module: str, group: int) -> int:
+        """Interleaved chunks take in a group of micro-batches at a time for what comes after."""
+        return group - 1 if self.problem.consumers(module) else 0
 
     def _message_s(
         self, module: str, c: int, cuts: tuple[tuple[int, int], ...], tp: int, pp: int, size: int
@@ -229,6 +237,7 @@ class Oracle:
         dp: int,
         size: int,
         pp: int,
+        group: int,
     ) -> tuple[float, float, float, Callable[[int], float]]:
         problem = self.problem
         places = tuple((c % pp, cut) for c, cut in enumerate(cuts))
@@ -255,14 +264,22 @@ class Oracle:
         fixed = sum(fixed_bytes(problem, module, cuts[c], tp, dp) for c in own)
         ahead = sum(h * (len(cuts) - c) for c, h in held.items())
         if len(own) > 1:  # interleaved: what test_schedules sees the ranks hold
-            more = (len(own) - 1) * self._slack(module, pp)
-            ahead = max(held.values()) * (len(cuts) - pp + more + 1 + 2 * (pp - 1 - own[0]))
+            more = (len(own) - 1) * (group + self._slack(module, group))
+            ahead = max(held.values()) * (more + 1 + 2 * (pp - 1 - own[0]))
         return (
             fixed + groups * self.cluster.device.communicator_bytes,
             sum(held.values()),
             ahead,
             lambda steps: size * sum(m.bytes_beside(steps) for m in messages),
         )
+
+
+def groups(count: int, pp: int) -> list[list[int]]:
+    """Micro-batches in groups of pp, the first ones longer; one of pp where there are fewer."""
+    if count < pp:
+        return [list(range(pp))]
+    parts = np.array_split(np.arange(count), count // pp)
+    return [part.tolist() for part in parts]
 
 
 # --- random problems -----------------------------------------------------------------

@@ -20,12 +20,13 @@ from mmplan.solvers.problem import Blocks, Problem
 # held, block inputs held (recomputation), messages carried, all three again times the micro-batches
 # that the stages after it have first; those stages; messages to wait for
 # (:class:`mmplan.solvers.messages.StageMessages`); communicators: always, and what tp, dp, and both
-# together add.
+# together add; and what a group of micro-batches that is longer than pp by one adds to those held.
 TRAINED_NUMBERS, FROZEN_NUMBERS = range(2)
 HELD, INPUTS, CARRIED = range(2, 5)
 HELD_AHEAD, INPUTS_AHEAD, CARRIED_AHEAD, STAGES_AFTER = range(5, 9)
 RETURNS, RECEIVES, KEPT, GROUPS, OF_TP, OF_DP, OF_BOTH = range(9, 16)
-NUM_COLUMNS = 16
+HELD_LONGER, INPUTS_LONGER, CARRIED_LONGER = range(16, 19)
+NUM_COLUMNS = 19
 # The orders of chunks: of one on each position, and of several.
 ONE_F_ONE_B = Alternating(whole_round=False)
 INTERLEAVED = Interleaved1F1B(whole_round=False)
@@ -34,14 +35,6 @@ INTERLEAVED = Interleaved1F1B(whole_round=False)
 def positions(count: int, pp: int) -> Ints:
     """[C] the pipeline position of each of ``count`` chunks."""
     return np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
-
-
-def slack(problem: Problem, module: str, pp: int, vpp: int) -> int:
-    """Micro-batches that chunks take in beyond what is linear in the stages after them.
-
-    Interleaved ones take in pp at a time for those.
-    """
-    return pp - 1 if vpp > 1 and problem.consumers(module) else 0
 
 
 def summed_by_position(per_chunk: Floats, pp: int) -> Floats:
@@ -58,7 +51,7 @@ def stage_rows(
     pp: int,
     placed: PlacedModules | None = None,
 ) -> Floats:
-    """[P, 16], columns above.
+    """[P, 19], columns above.
 
     Args:
         problem: the task.
@@ -82,16 +75,25 @@ def stage_rows(
     rows = summed_by_position(per_chunk, pp)
     rows[:, STAGES_AFTER] = after[:pp]
     if vpp > 1:
-        own_slack = slack(problem, module, pp, vpp)
-        chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, own_slack) for p in range(pp)]
         most = held.reshape(vpp, pp, 3).max(axis=0)
-        rows[:, HELD_AHEAD : CARRIED_AHEAD + 1] = np.array(chunks)[:, None] * most
+
+        def held_by_groups(size: int) -> Floats:
+            # For the stages after it a module takes in a group at a time: all but one at once.
+            slack = size - 1 if problem.consumers(module) else 0
+            chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, size, slack) for p in range(pp)]
+            return np.array(chunks)[:, None] * most
+
+        ahead = held_by_groups(pp)
+        rows[:, HELD_AHEAD : CARRIED_AHEAD + 1] = ahead
+        rows[:, HELD_LONGER : CARRIED_LONGER + 1] = held_by_groups(pp + 1) - ahead
     if problem.request.cluster.device.communicator_bytes and placed is None:
         one, tp, dp, both = (
             communicator_counts(problem, module, cuts, tp=tp, pp=pp, dp=dp)
             for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2))
         )
-        rows[:, GROUPS:] = np.stack([one, tp - one, dp - one, both - tp - dp + one], axis=1)
+        rows[:, GROUPS : OF_BOTH + 1] = np.stack(
+            [one, tp - one, dp - one, both - tp - dp + one], axis=1
+        )
     return rows
 
 
@@ -110,7 +112,7 @@ class StageBytes:
     Args:
         problem: its task.
         module: of the task.
-        rows: [..., P, 16] of :func:`stage_rows`.
+        rows: [..., P, 19] of :func:`stage_rows`.
 
     Results have the shape [..., P, B], with axes of ``tp`` before.
     """
@@ -139,7 +141,7 @@ class StageBytes:
         size: Ints,
         activation: Floats | None = None,
         *,
-        ahead: bool = False,
+        first: int = HELD,
     ) -> Floats:
         """Activations and messages of one micro-batch in flight.
 
@@ -147,11 +149,10 @@ class StageBytes:
             tp: of the stages.
             size: of the micro-batch.
             activation: bytes of the whole module, where there are several ``tp``.
-            ahead: of all that 1F1B has in flight for the module's own stages.
+            first: column: ``HELD_AHEAD`` for all that 1F1B has in flight for the module's own
+                stages, ``HELD_LONGER`` for what a longer group adds to those.
         """
-        held, inputs, carried = self._columns[
-            slice(HELD_AHEAD, CARRIED_AHEAD + 1) if ahead else slice(HELD, CARRIED + 1)
-        ]
+        held, inputs, carried = self._columns[first : first + 3]
         own = self._costs.held_bytes(held, inputs, tp=tp, size=size, activation=activation)
         return own + carried * size
 

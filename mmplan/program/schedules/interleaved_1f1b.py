@@ -1,11 +1,12 @@
 """The order of a rank that runs several chunks of one unit: interleaved 1F1B.
 
-A rank at pipeline position q of P holds the chunks q, P + q, 2P + q, ... of its unit. It takes
-the micro-batches in groups of P: a group's forwards through its first chunk, then through its
-second, and so on; its backwards through the chunks from the last to the first (Narayanan et
-al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2). The
-chunks of a rank so have one order together, which greedy merging of their own orders misses:
-it fills the ramp with the first chunk's micro-batches, and the last chunk starts late.
+A rank at pipeline position q of P holds the chunks q, P + q, 2P + q, ... of its unit. It takes the
+micro-batches in groups of P (longer ones, where P does not divide their number): a group's
+forwards through its first chunk, then through its second, and so on; its backwards through the
+chunks from the last to the first (Narayanan et al., "Efficient Large-Scale Language Model Training
+on GPU Clusters", 2021, section 2.2). The chunks of a rank so have one order together, which greedy
+merging of their own orders misses: it fills the ramp with the first chunk's micro-batches, and the
+last chunk starts late.
 
 As in :mod:`mmplan.program.schedules.stage_order` the whole order is a list ``before[j]``, here of a
 rank: how many of its forwards come before its backward j. The last rank alternates as soon as what
@@ -17,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from mmplan.program.schedules.alternating import Alternating
 from mmplan.program.schedules.policy import ChunkOrders, Interleaving
@@ -56,23 +60,30 @@ class Interleaved1F1B(Alternating):
         """See :class:`~mmplan.program.schedules.policy.ChunkOrders`."""
         return [group.stop for group in _groups(count, pp) for _ in group]
 
-    def chunks_in_flight(self, position: int, pp: int, vpp: int, slack: int) -> int:
+    def chunks_in_flight(self, position: int, pp: int, vpp: int, group: int, slack: int) -> int:
         """Most chunks' activations that a rank holds, consumers of the unit aside.
 
-        Each stage after the unit adds one, and each pp of them, begun, (vpp - 1) pp more: that
-        is (vpp - 1) slack beyond the vpp for each that a linear rule counts.
+        Each stage after the unit adds one, and each group of them, begun, (vpp - 1) groups more:
+        that is (vpp - 1) slack beyond the vpp for each that a linear rule counts.
         """
-        return (vpp - 1) * (pp + slack) + 1 + 2 * (pp - 1 - position)
+        return (vpp - 1) * (group + slack) + 1 + 2 * (pp - 1 - position)
+
+
+def largest_group(count: Any, pp: Any) -> Any:
+    """Micro-batches of the longest group, arrays as well as numbers; pp where there are fewer."""
+    return np.maximum(pp, -(-count // np.maximum(1, count // pp)))
 
 
 def _groups(count: int, pp: int) -> list[range]:
-    """Runs of pp micro-batches; the last takes what is left over, so that none is shorter.
+    """Runs of at least pp micro-batches, as alike as can be, the longer ones first.
 
     A rank fills the time until its next chunk's input comes back with the group's other
-    micro-batches; a short group would leave it idle.
+    micro-batches; a short group would leave it idle. After a shorter group a longer one would
+    wait for its input too.
     """
-    starts = [pp * i for i in range(max(1, count // pp))]
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
+    whole, longer = divmod(count, max(1, count // pp))
+    sizes = [whole + (i < longer) for i in range(max(1, count // pp))]
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _last_rank(wanted: Sequence[int], extra: int, total: int) -> list[int]:

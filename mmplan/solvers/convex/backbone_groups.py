@@ -44,14 +44,14 @@ class BackboneShape:
         replicas: of the backbone, D.
         microbatch: of the backbone, M.
         steps: l.
-        interleaved: every replica has l full micro-batches.
+        fewest: micro-batches of the replica that has the fewest.
         samples: of a step of the pipeline, D M; the batch where that is less.
     """
 
     replicas: int
     microbatch: int
     steps: int
-    interleaved: bool
+    fewest: int
     samples: int
 
 
@@ -138,7 +138,7 @@ class Pipelines:
     def tables_of(self, frame: BackboneShape) -> list[Table]:
         """The options of every module in a group, and what they mean."""
         return [
-            own.table(*self.replicas(k, frame), steps=frame.steps, interleaved=frame.interleaved)
+            own.table(*self.replicas(k, frame), steps=frame.steps, fewest=frame.fewest)
             for k, own in enumerate(self.tables)
         ]
 
@@ -177,12 +177,15 @@ class Pipelines:
                 continue
             if not pinned and self._is_beaten(replicas, microbatch):
                 continue
+            step = min(batch, replicas * microbatch)
+            steps = -(-batch // step)
+            last = batch - (steps - 1) * step
             yield BackboneShape(
                 replicas=replicas,
                 microbatch=microbatch,
-                steps=-(-batch // (replicas * microbatch)),
-                interleaved=batch % (replicas * microbatch) == 0,
-                samples=min(batch, replicas * microbatch),
+                steps=steps,
+                fewest=steps - (last < replicas),
+                samples=step,
             )
 
     def _is_beaten(self, replicas: int, microbatch: int) -> bool:
@@ -242,13 +245,13 @@ class _Bounds:
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
         samples_G = np.array([frame.samples for frame in frames])
-        stage, warm = own.times(np.array([frames[0].microbatch]))
+        stage, warm = own.times(np.array([frames[0].microbatch]), steps=steps_G)
         size_G = np.full(len(frames), frames[0].microbatch)
         taken = np.array(own.tps)[:, None, None] * shapes.pp[:, None] * dp_G
         left = devices - taken
-        fits = (own.depth_limit(dp_G, size_G, steps_G) >= self._after[self._k]) & (
-            left >= self._fewest
-        )
+        fewest_G = np.array([frame.fewest for frame in frames])
+        depth_limit = own.depth_limit(dp_G, size_G, steps_G, fewest_G)
+        fits = (depth_limit >= self._after[self._k]) & (left >= self._fewest)
         steady, left = (steps_G - 1) * stage, np.maximum(left, 1)
         least = np.full(taken.shape, -np.inf)
         for share in SHARES:
@@ -258,8 +261,6 @@ class _Bounds:
                 added_s = np.interp(rate, self._rate, added)
                 least = np.maximum(least, weight * steady + added_s)
         value = warm + own.reduce_s(dp_G, size_G) + least
-        whole_G = np.array([frame.interleaved for frame in frames])
-        fits &= (shapes.vpp == 1)[:, None] | whole_G & (steps_G % shapes.pp[:, None] == 0)
         return np.where(fits, value, np.inf).min(axis=(0, 1))
 
 

@@ -16,16 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
+from mmplan.program.schedules.interleaved_1f1b import largest_group
 from mmplan.solvers.convex.branch_and_bound import Options
 from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
 from mmplan.solvers.stage_rows import (
+    HELD,
+    HELD_AHEAD,
+    HELD_LONGER,
     TRAINED_NUMBERS,
     StageBytes,
     largest_rows,
-    slack,
     stage_rows,
     summed_by_position,
 )
@@ -47,10 +50,9 @@ class Shapes:
         cuts: the chunks of each shape.
         seconds: [Q, S, 8], columns above; the last stages repeat where there are fewer.
         total: [Q, 8], the same, summed over all stages.
-        bytes: [Q, S, 16], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1.
+        bytes: [Q, S, 19], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
-        slack: [Q], micro-batches that interleaved chunks take in beyond what is linear in the
-            stages after them: pp at a time.
+        feeds: whether other modules take the module's output.
     """
 
     pp: Ints
@@ -60,15 +62,18 @@ class Shapes:
     total: Floats
     bytes: Floats
     gradient_bytes: Floats
-    slack: Ints
+    feeds: bool
 
-    @property
-    def depth(self) -> Ints:
-        """Micro-batches that it takes in before the first of them leaves backwards.
+    def depth(self, group: Ints) -> Ints:
+        """[Q] micro-batches that it takes in before the first of them leaves backwards.
 
-        Interleaved, its first chunk takes in two groups of pp.
+        Interleaved, its first chunk takes in two groups, and for the stages after it, beyond
+        what is linear in them, all but one of a third.
+
+        Args:
+            group: [Q] micro-batches of the longest group.
         """
-        return np.where(self.vpp > 1, 2 * self.pp + self.slack, self.pp)
+        return np.where(self.vpp > 1, 2 * group + self.feeds * (group - 1), self.pp)
 
 
 def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int]]) -> Shapes:
@@ -90,7 +95,7 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         total=np.array([own.sum(axis=0) for own in seconds]),
         bytes=_padded([own[largest_rows(own)] for own in rows]),
         gradient_bytes=numbers * problem.costs.gradient_bytes,
-        slack=np.array([slack(problem, module, *shape) for shape in shapes], dtype=np.int64),
+        feeds=bool(problem.consumers(module)),
     )
 
 
@@ -207,21 +212,19 @@ class ModuleTables:
 
     # --- options ------------------------------------------------------------------------
 
-    def table(self, dp_B: Ints, size_B: Ints, *, steps: int, interleaved: bool) -> Table:
+    def table(self, dp_B: Ints, size_B: Ints, *, steps: int, fewest: int) -> Table:
         """All options with given replicas and micro-batches.
 
         Args:
             dp_B: replicas.
             size_B: their largest micro-batch.
             steps: micro-batches of a step.
-            interleaved: whether vpp > 1 is possible with these steps.
+            fewest: of the replica that has the fewest.
         """
         shapes = self.shapes
-        wrong = shapes.vpp > 1
-        if interleaved:
-            wrong &= steps % shapes.pp != 0
-        stage, warm = self.times(size_B, dp_B)
-        depth_limit = np.where(wrong[:, None], -1, self.depth_limit(dp_B, size_B, steps))
+        stage, warm = self.times(size_B, dp_B, steps)
+        depth_limit = self.depth_limit(dp_B, size_B, steps, fewest)
+        depth = shapes.depth(self._group(np.array([steps]), fewest)[:, 0])
         devices = self._tp * shapes.pp[:, None] * dp_B
         tp_index, shape, b = np.indices(devices.shape, dtype=np.int64).reshape(3, -1)
         return Table(
@@ -230,7 +233,7 @@ class ModuleTables:
                 warm_s=warm.ravel(),
                 stage_s=stage.ravel(),
                 reduce_s=self.reduce_s(dp_B, size_B).ravel(),
-                depth=shapes.depth[shape],
+                depth=depth[shape],
                 depth_limit=depth_limit.ravel(),
             ),
             tp=tp_index,
@@ -251,10 +254,16 @@ class ModuleTables:
 
     # --- seconds ------------------------------------------------------------------------
 
-    def times(self, size_B: Ints, dp_B: Ints | None = None) -> tuple[Floats, Floats]:
-        """[T, Q, B] slowest stage, and one micro-batch through all; messages included.
+    def times(
+        self, size_B: Ints, dp_B: Ints | None = None, steps: int | Ints = UNLIMITED
+    ) -> tuple[Floats, Floats]:
+        """[T, Q, B] slowest stage, and the ramp up and down; messages included.
 
-        Of the busiest replica where ``dp_B`` is given, else a bound on it.
+        Args:
+            size_B: samples of a micro-batch.
+            dp_B: replicas, where the busiest one counts; else a bound on it.
+            steps: micro-batches. Fewer than pp leave the ranks of an interleaved module idle
+                until the first of them comes back to the next chunk.
         """
         basis = self.basis(size_B)
         if dp_B is not None and self.problem.varies:
@@ -265,7 +274,8 @@ class ModuleTables:
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
         vpp = self.shapes.vpp[:, None]
         fill = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
-        return stage, fill + messages
+        idle = np.maximum(compute - steps * stage, 0.0) * (1 - 1 / vpp)
+        return stage, fill + idle + messages
 
     def basis(self, size_B: Ints) -> Floats:
         """[T, 8, B]: what the columns of a stage's seconds are multiplied by."""
@@ -325,9 +335,12 @@ class ModuleTables:
 
     # --- bytes --------------------------------------------------------------------------
 
-    def depth_limit(self, dp_B: Ints, size_B: Ints, steps: int | Ints) -> Ints:
+    def depth_limit(
+        self, dp_B: Ints, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
+    ) -> Ints:
         """[T, Q, B]: most stages after the module that its memory allows; -1 where none."""
-        free, each, ahead = self._bytes(dp_B, size_B, steps, self.problem.memory_bytes)
+        memory_bytes = self.problem.memory_bytes
+        free, each, ahead = self._bytes(dp_B, size_B, steps, memory_bytes, fewest)
         # Where nothing is held only the parameters count; all micro-batches are the most held.
         depth_limit = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
         depth_limit = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, depth_limit)
@@ -340,16 +353,30 @@ class ModuleTables:
         return (np.minimum(ahead + each * after, each * steps) - free).max(axis=2)
 
     def _bytes(
-        self, dp_B: Ints, size_B: Ints, steps: int | Ints, memory_bytes: float
+        self,
+        dp_B: Ints,
+        size_B: Ints,
+        steps: int | Ints,
+        memory_bytes: float,
+        fewest: int | Ints | None = None,
     ) -> tuple[Floats, Floats, Floats]:
         """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
         tp, own = self._tp[..., None], self._bytes_of_stages
         activation = self._of_sizes(size_B).activation[:, None, None]
         each, ahead = (
-            own.held_bytes(tp, size_B, activation, ahead=ahead) for ahead in (False, True)
+            own.held_bytes(tp, size_B, activation, first=first) for first in (HELD, HELD_AHEAD)
         )
+        if self._interleaved:
+            longer = self._group(np.atleast_1d(steps), fewest) - self.shapes.pp[:, None]
+            added = own.held_bytes(tp, size_B, activation, first=HELD_LONGER)
+            ahead = ahead + longer[:, None] * added
         taken = own.fixed_bytes(tp, dp_B) + own.bytes_beside(size_B, steps)
         return memory_bytes - taken, each, ahead
+
+    def _group(self, steps_B: Ints, fewest: int | Ints | None) -> Ints:
+        """[Q, B]: the longest group of any replica; one may have a micro-batch less."""
+        pp, fewest_B = self.shapes.pp[:, None], steps_B if fewest is None else fewest
+        return np.maximum(largest_group(steps_B, pp), largest_group(fewest_B, pp))
 
     # --- replicas -----------------------------------------------------------------------
 
