@@ -37,7 +37,7 @@ from mmlaunch.checkpoint.boxes import (
 )
 from mmlaunch.checkpoint.folder import clean, drop_old, latest, step_folders
 from mmlaunch.checkpoint.restore import open_checkpoint, prove
-from mmlaunch.checkpoint.save import Content, Entry, save
+from mmlaunch.checkpoint.save import Content, Entry, Gather, save
 from mmlaunch.comm import wire
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
 from tests.disk_kills import FORK, killed_at
@@ -50,11 +50,11 @@ class Ranks:
         self._barrier = threading.Barrier(world, timeout=20)
         self._slots: list[Any] = [None] * world
 
-    def gather(self, rank: int) -> Callable[[Any, Any], list[Any]]:
-        def call(item: Any, kind: Any) -> list[Any]:
+    def gather(self, rank: int) -> Gather:
+        def call(item: Any, kind: Any = Any, *, to: int | None = None) -> list[Any]:
             self._slots[rank] = wire.pack(item, kind)
             self._barrier.wait()
-            got = [wire.unpack(data, kind) for data in self._slots]
+            got = [wire.unpack(data, kind) for data in self._slots if to in (None, rank)]
             self._barrier.wait()
             return got
 

@@ -382,7 +382,7 @@ def saved_run(folder: Path, modules: Any, losses: Any, *, steps: list[int]) -> P
             for kind in ("param", "optim.exp_avg")[: 1 + tensor.requires_grad]
         ]
         content = Content(root=run_dir / "checkpoints", step=step, state={}, meta={})
-        save(content, entries, rank=0, gather=lambda item, _: [item])
+        save(content, entries, rank=0, gather=lambda item, *_, **__: [item])
     return run_dir
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +34,13 @@ from mmlaunch.checkpoint.writer import temporary
 from mmlaunch.comm.wire import Failure, caught
 from mmplan.errors import NotFiniteError, RunFailedError
 
-# One object of a type per rank, in rank order.
-Gather = Callable[[Any, Any], list[Any]]
+
+class Gather(Protocol):
+    """Gathers one object of a type per rank."""
+
+    def __call__(self, item: Any, kind: Any = ..., *, to: int | None = None) -> list[Any]:
+        """See :meth:`mmlaunch.comm.transport.Transport.gather_objects`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +185,8 @@ def together(
     """
     early = caught(lambda: _prepare(content)) if rank == 0 else None
     gather(None, Any)
-    reports = gather(_report(entries, file_of(rank), put), Report)
+    # Thousands of ranks have a list of tensors each: only who writes the manifest reads them.
+    reports = gather(_report(entries, file_of(rank), put), Report, to=0)
     failure = early or next((r.error for r in reports if r.error), None)
     if rank == 0:
         failure = failure or caught(lambda: finish(reports))

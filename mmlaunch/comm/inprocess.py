@@ -310,9 +310,10 @@ class InProcessTransport:
     def synchronize(self) -> None:
         """Nothing runs beside the host."""
 
-    def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, *, to: int | None = None) -> list[Any]:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        return [wire.unpack(part, kind) for part in self._on_host(wire.pack(item, kind))]
+        parts = self._on_host(wire.pack(item, kind))
+        return [wire.unpack(part, kind) for part in parts if to in (None, self.rank)]
 
     def broadcast_object(self, item: Any, source: int, kind: Any = Any) -> Any:
         """See :class:`mmlaunch.comm.transport.Transport`."""

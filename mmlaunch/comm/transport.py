@@ -142,12 +142,13 @@ class Transport(Protocol):
         """Wait until the device has done all that was asked of it."""
         ...
 
-    def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, *, to: int | None = None) -> list[Any]:
         """Every rank's object, by rank; only used outside the training steps.
 
         Args:
             item: see :func:`mmlaunch.comm.wire.pack`.
             kind: its type.
+            to: the one rank that gets them, the others none; None: all get them.
         """
         ...
 
@@ -391,13 +392,14 @@ class DistTransport:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, *, to: int | None = None) -> list[Any]:
         """See :class:`Transport`."""
         mine = _tensor_of(wire.pack(item, kind))
-        sizes = self._all_gather_on_host(torch.tensor([len(mine)]))
+        sizes = self._gather_on_host(torch.tensor([len(mine)]))
         lengths = [int(size) for size in sizes]
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
-        found = zip(self._all_gather_on_host(padded), lengths, strict=True)
+        parts = self._gather_on_host(padded, to)
+        found = zip(parts, lengths if parts else (), strict=True)
         return [wire.unpack(_bytes_of(part[:length]), kind) for part, length in found]
 
     def broadcast_object(self, item: Any, source: int, kind: Any = Any) -> Any:
@@ -413,11 +415,18 @@ class DistTransport:
             self._host.broadcast(data, source).wait()
         return wire.unpack(_bytes_of(data), kind)
 
-    def _all_gather_on_host(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in self._everyone]
-        work = self._host.allgather([found], [tensor])
+    def _gather_on_host(self, tensor: Tensor, to: int | None = None) -> list[Tensor]:
+        """Tensors of one shape by rank; on one rank alone, the others none, where ``to`` names it."""
+        wanted = to in (None, self.rank)
+        found = [[torch.empty_like(tensor) for _ in self._everyone]] if wanted else []
+        if to is None:
+            work = self._host.allgather(found, [tensor])
+        else:
+            options = dist.GatherOptions()
+            options.rootRank = to
+            work = self._host.gather(found, [tensor], options)
         _Watched([work], self._heartbeat, self._everyone).wait()
-        return found
+        return found[0] if found else []
 
 
 def _begin(group: Any, end: TransferEnd, peer: int, tag: int) -> Any:

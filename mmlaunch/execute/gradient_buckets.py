@@ -202,8 +202,10 @@ class GradientBucket:
 
 def _flags(has_gradient: Sequence[bool], like: Tensor) -> Tensor:
     """1 for each slice with a gradient, 0 for the others, beside the gradients."""
-    # A copy that waits would end whatever the host is ahead of its device.
-    return torch.tensor(has_gradient, dtype=like.dtype).to(like.device, non_blocking=True)
+    # A copy that waits would end whatever the host is ahead of its device: CUDA copies from
+    # pinned memory alone without the host.
+    flags = torch.tensor(has_gradient, dtype=like.dtype, pin_memory=like.is_cuda)
+    return flags.to(like.device, non_blocking=True)
 
 
 def in_buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
