@@ -416,7 +416,7 @@ class DistTransport:
         return wire.unpack(_bytes_of(data), kind)
 
     def _gather_on_host(self, tensor: Tensor, to: int | None = None) -> list[Tensor]:
-        """Tensors of one shape by rank; on one rank alone, the others none, where ``to`` names it."""
+        """Tensors of one shape by rank; where ``to`` names a rank, the others get none."""
         wanted = to in (None, self.rank)
         found = [[torch.empty_like(tensor) for _ in self._everyone]] if wanted else []
         if to is None:
