@@ -285,7 +285,7 @@ FEATURES: dict[str, Callable[[Case], Built]] = {
 
 
 # Some of the features quickly; the rest come with `make test-all`, and in the pairwise cases.
-_QUICK = ("plain", "ragged", "tied", "counted", "unused-module")
+_QUICK = ("ragged", "tied")
 SOME_FEATURES = [
     name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES
 ]

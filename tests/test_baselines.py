@@ -28,6 +28,7 @@ from mmplan.solvers.partitioner import backbone_of, cut_everywhere
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.registry import OF_SEVERAL_TASKS
 from tests.commands import call
+from tests.selection import some
 from tests.solving import module_profile, profile, run_solve, workload
 from tests.stage_costs import fixed_bytes, gradient_bytes, held_bytes, stage_s
 from tests.test_convex import GRAPHS, problem_of, random_problem
@@ -345,7 +346,7 @@ def least_s(solve: Callable[[Request], Solution], problem: Problem) -> float:
     return values[0]
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("graph", some(GRAPHS, 3, 4))
 def test_degrees_equal_enumeration(graph: str) -> None:
     rng = np.random.default_rng(sum(map(ord, graph)))
     solved = {"megatron": 0, "rigid": 0}
@@ -389,7 +390,7 @@ PINNED: list[tuple[str, int, dict[str, dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("solver", "devices", "pins"), PINNED)
+@pytest.mark.parametrize(("solver", "devices", "pins"), some(PINNED, 0, 4))
 def test_a_baseline_trains_as_one_process(
     tmp_path: Path, solver: str, devices: int, pins: dict[str, dict[str, Any]]
 ) -> None:
@@ -451,9 +452,7 @@ def simulated_s(folder: Path, problem: Problem, solver: str) -> float:
         return math.inf
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))]
-)
+@pytest.mark.parametrize("seed", some(range(60), 1))
 def test_no_baseline_is_better_than_auto(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = list(GRAPHS)
@@ -463,7 +462,7 @@ def test_no_baseline_is_better_than_auto(tmp_path: Path, seed: int) -> None:
     assert auto_s <= min(theirs) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), 2))
 def test_no_baseline_is_better_than_auto_where_losses_couple(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pair = workload({"a": {}, "b": {}}, batch=12, sync_batch=int(rng.choice([4, 6, 12])))

@@ -105,7 +105,7 @@ def finish(session: Session, until: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("first", "optimizer"),
     [
-        ("pipeline and replicas", "AdamW"),
+        pytest.param("pipeline and replicas", "AdamW", marks=pytest.mark.slow),
         ("everything at once", "AdamW"),
         *(
             pytest.param("everything at once", name, marks=pytest.mark.slow)
