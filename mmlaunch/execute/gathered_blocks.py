@@ -63,6 +63,8 @@ class GatheredBlocks:
 
     def before_forward(self, stage: Stage, index: int) -> None:
         """Make the parameters of a block whole; on a device of its own begin with the next one."""
+        if not stage.gathers:
+            return
         later = [block for block in self._blocks_of(stage) if block[1] >= index]
         if later and later[0][1] == index:
             self._take(*later[:2])
