@@ -110,17 +110,17 @@ def test_the_k_best_match_brute_force(tables: list[OptionTable], devices: int, r
     assert solve_all(tables, devices, rounds, 6) == want[:6]
 
 
-def test_the_k_best_match_brute_force_on_a_thousand_instances() -> None:
+def test_the_k_best_match_brute_force_on_random_instances() -> None:
     rng = np.random.default_rng(7)
     infeasible = 0
-    for _ in range(1000):
+    for _ in range(400):
         highest = int(rng.choice([3, 10, 1000]))
         tables = [random_table(rng, highest) for _ in range(rng.integers(1, 4))]
         devices, rounds = int(rng.integers(1, 15)), int(rng.integers(1, 4))
         want = brute_force(tables, devices, rounds)
         infeasible += not want
         assert solve_all(tables, devices, rounds, 3) == want[:3]
-    assert 30 < infeasible < 700
+    assert 12 < infeasible < 280
 
 
 @given(tables_lists, st.integers(8, 20), st.integers(1, 3))

@@ -113,7 +113,7 @@ def _no_alarm(plan: Plan, workload: Workload, checked: set[str]) -> None:
 
 def test_no_alarm_for_any_plan(checked: set[str]) -> None:
     @settings(
-        max_examples=1500,
+        max_examples=750,
         deadline=None,
         derandomize=True,
         database=None,

@@ -98,7 +98,7 @@ def test_every_rank_executes_the_row_that_was_proven(name: str) -> None:
     _check_all_rows(KINDS[name], json.loads(_certificate(name)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_any_plan_is_certified(plan: Plan) -> None:
     _check_all_rows(plan, certified(plan))

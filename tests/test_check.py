@@ -87,7 +87,7 @@ def test_compiled_programs_have_no_fault(name: str) -> None:
     NaiveRun(program_of(name)).run()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_any_compiled_program_has_no_fault(plan: Plan) -> None:
     program = compile_plan(plan)
@@ -154,7 +154,7 @@ def test_a_rank_without_samples_of_a_sync_batch_starts_it_in_turn() -> None:
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_planted_faults_are_caught(kind: str, data: st.DataObject) -> None:
     program = program_of(data.draw(st.sampled_from(list(PLANS))))
@@ -166,7 +166,7 @@ def test_planted_faults_are_caught(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", SILENT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_silent_faults_are_seen(kind: str, data: st.DataObject) -> None:
     program = program_of(data.draw(st.sampled_from(list(PLANS))))
@@ -224,7 +224,7 @@ def _altered(item: Instruction, draw: Callable[[int], int]) -> Instruction:
     return replace(item, **{name: changed})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_whatever_passes_the_check_computes_the_step(data: st.DataObject) -> None:
     """Edited at random; an interpreter that counts sample by sample is the judge."""
@@ -242,7 +242,7 @@ def test_whatever_passes_the_check_computes_the_step(data: st.DataObject) -> Non
         NaiveRun(edited).run()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_the_check_agrees_with_counting_samples(data: st.DataObject) -> None:
     """Silent faults of every kind: both interpreters give the same verdict."""

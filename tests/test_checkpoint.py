@@ -240,7 +240,7 @@ def test_rowwise_bias_is_whole_and_odd_sizes_are_refused() -> None:
 # ---- save and restore ----
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(reshardings(), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
 def test_saved_under_one_layout_loads_under_another(
     tmp_path_factory: pytest.TempPathFactory,

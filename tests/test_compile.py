@@ -188,7 +188,7 @@ def test_receives_are_posted_early_and_keep_their_order() -> None:
     assert format_row(hoisted) == ("0RECV_B0:e0<1[0,4) 0F0 0RECV_B1:e0<1[4,8) 0B0 0F1 0B1 STEP")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_even_plan_compiles_without_faults_and_always_alike(data: st.DataObject) -> None:
     plan = data.draw(_plans())

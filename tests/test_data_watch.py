@@ -93,7 +93,7 @@ costs = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(costs, max_size=6), st.integers(0, 10**6))
 def test_no_more_cores_are_taken_than_there_are(found: list[LoadCost], steps: int) -> None:
     ranked = [replace(cost, rank=rank) for rank, cost in enumerate(found)]

@@ -66,7 +66,7 @@ def test_one_point_is_proportional(size: int, time_s: float) -> None:
     assert (curve.lowest, curve.highest) == (size, size)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 256), st.floats(0, 10)), min_size=1, max_size=12),
     st.integers(0, 2),
@@ -83,7 +83,7 @@ def test_any_points_give_a_curve_that_rises_and_is_never_negative(
     assert Curve.model_validate(curve.model_dump()) == curve
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(st.integers(1, 64), times), min_size=2, max_size=8), st.randoms())
 def test_the_order_of_the_points_does_not_matter(points: list[Any], random: Any) -> None:
     shuffled = random.sample(points, len(points))

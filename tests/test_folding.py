@@ -55,7 +55,7 @@ def plans_of_many_replicas(draw: st.DrawFn) -> Plan:
     return make_plan(*units, losses=losses, batch=batch)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans_of_many_replicas(), neighbours=st.integers(2, 4))
 def test_unfolded_programs_have_no_fault(plan: Plan, neighbours: int) -> None:
     folded, whole = folded_program(plan, neighbours)

@@ -160,7 +160,7 @@ def found_most(held: ExpectedMemory, rank: int) -> float:
     return max(during for during, _ in in_computes(held, rank).values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(plans())
 def test_what_the_plan_counts_is_never_less_than_the_same_of_a_run(plan: Plan) -> None:
     held = held_bytes(plan, given_profile(30, 9, known=False, names="abc"))

@@ -231,7 +231,7 @@ def _end(item: Unit) -> int:
     return item.blocks[-1][1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(cases())
 def test_no_plan_is_below(case: tuple[Plan, Profile]) -> None:
     check_case(*case)

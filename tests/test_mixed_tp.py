@@ -70,7 +70,7 @@ def test_gradients_equal_one_process(name: str, zero: int) -> None:
     assert verdict.compared > 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_programs_of_any_slices_have_no_faults_and_miss_none_of_their_sums(
     seed: int, crowded: bool

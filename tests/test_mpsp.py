@@ -49,7 +49,7 @@ def _one_chain(*segments: tuple[int, int, int]) -> ChainSchedule:
     return ChainSchedule([[ChainSegment(*own, float(i)) for i, own in enumerate(segments)]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     instances(max_chains=3, max_blocks=2, max_devices=4).filter(
         lambda i: sum(c.blocks for c in i.chains) <= 4
@@ -60,7 +60,7 @@ def test_no_bound_exceeds_the_brute_forced_optimum(instance: Instance) -> None:
     assert max(_all_bounds(instance)) <= optimum * SLACK
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
     instance = data.draw(instances())
@@ -72,7 +72,7 @@ def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
     assert backward_s <= timed.backward_s * SLACK
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances())
 @example(Instance(chains=(chain([1], [5.0]),), devices=1))
 @example(Instance(chains=tuple(chain([1], [6.0]) for _ in range(9)), devices=4))
@@ -88,7 +88,7 @@ def test_schedules_are_valid_and_no_worse_than_the_tasks_in_turn(instance: Insta
     assert min(times.values()) <= sequential_s * SLACK
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(instances())
 def test_waves_as_printed_run_every_block_once(instance: Instance) -> None:
     found = wavefront(instance)
@@ -117,7 +117,7 @@ def test_the_search_finds_the_optimum_of_tiny_instances(instance: Instance) -> N
     assert optimum / SLACK <= best <= 1.34 * optimum
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(instances(), st.integers(0, 1000))
 @example(Instance(chains=tuple(chain([1], [6.0]) for _ in range(9)), devices=4), 0)
 def test_fluid_schedules_run_every_block_once(instance: Instance, seed: int) -> None:
@@ -151,7 +151,7 @@ def test_a_fluid_schedule_holds_back_what_the_chains_after_it_need() -> None:
     assert min(ends) == pytest.approx(24.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_schedule_that_ends_too_late_is_given_up(data: st.DataObject) -> None:
     instance = data.draw(instances())

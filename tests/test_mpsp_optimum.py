@@ -38,7 +38,7 @@ def test_cp_sat_and_brute_force_agree(instance: Instance) -> None:
     assert found.seconds == pytest.approx(brute_force(instance, tables))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(instances(max_chains=5, max_blocks=4, max_devices=8))
 @example(Instance(chains=(chain([2], [6], blocks=3),), devices=3))
 @example(Instance(chains=tuple(chain([1], [6], blocks=2) for _ in range(5)), devices=2))

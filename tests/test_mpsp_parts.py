@@ -41,7 +41,7 @@ def programs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(gain, dtype=np.float64), whole, np.array(limit, dtype=np.float64)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(programs())
 def test_the_simplex_method_finds_the_optimum_and_its_prices(
     program: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -56,7 +56,7 @@ def test_the_simplex_method_finds_the_optimum_and_its_prices(
     assert (matrix.T @ prices >= gain - 1e-7).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(instances())
 def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) -> None:
     curves = [curve(c.counts, c.forward_s) for c in instance.chains]
@@ -95,7 +95,7 @@ def plain_transfer_s(
     return max(longest, *interfaces.values(), 0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.permutations(range(8)),
     st.permutations(range(8)),
@@ -132,7 +132,7 @@ def test_sums_of_other_ranks_share_the_interfaces_of_their_nodes() -> None:
     assert reductions_s(two_nodes(), shards) == pytest.approx(3 * one_s, rel=0.01)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=6),

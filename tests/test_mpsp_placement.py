@@ -119,7 +119,7 @@ EXCHANGE = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tight())
 @example(EXCHANGE)
 def test_a_placement_is_found_wherever_one_exists(
@@ -132,7 +132,7 @@ def test_a_placement_is_found_wherever_one_exists(
         assert fits(slices, packed, memory_bytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(tight())
 @example(EXCHANGE)
 def test_what_is_placed_fits_and_is_a_schedule(

@@ -147,7 +147,7 @@ def orders(plan: Plan) -> st.SearchStrategy[Order]:
 
 
 @given(shared_plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_order_is_complete_and_free_of_deadlocks(plan: Plan) -> None:
     assert plan_faults(plan) == []
     try:
@@ -166,7 +166,7 @@ def test_every_order_is_complete_and_free_of_deadlocks(plan: Plan) -> None:
 
 
 @given(shared_plans(copies=2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_equal_parts_of_a_plan_in_any_order_are_simulated_once(plan: Plan) -> None:
     modules = {u.module: module_profile(1.0, 2.0, blocks=len(u.blocks)) for u in plan.units}
     costs = CostModel(profile(modules, plan.devices))

@@ -74,7 +74,7 @@ def numbers(data: Packed, index: int) -> list[int]:
 # ---- packs ----
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 2**62))
 def test_packs_are_whole_and_no_two_of_them_fit_into_one(lengths: list[int], seed: int) -> None:
     pack = best_fit(np.array(lengths), 30, seed)

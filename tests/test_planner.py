@@ -87,7 +87,7 @@ def test_random_workloads_give_sound_plans_never_above_the_formula(
 ) -> None:
     rng = random.Random(5 + chained)
     outcomes: Counter[str] = Counter()
-    for _ in range(24):
+    for _ in range(12):
         job, costs = random_job(rng, chained=chained)
         solver, top = rng.choice(["distmm", "auto", "colocated"]), rng.choice([1, 4])
         try:
@@ -97,7 +97,7 @@ def test_random_workloads_give_sound_plans_never_above_the_formula(
             continue
         outcomes[plan.solver.name] += 1
         check_plan(plan, costs.cluster.device.memory_bytes)
-    assert min(outcomes[key] for key in ("distmm", "colocated", "infeasible")) >= 3
+    assert min(outcomes[key] for key in ("distmm", "colocated", "infeasible")) >= 1
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])

@@ -135,7 +135,7 @@ def replayed(program: Program, recurrence: Recurrence, time_N: Floats) -> float:
 
 
 @given(plans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None, suppress_health_check=[*_SLOW])
+@settings(max_examples=30, deadline=None, suppress_health_check=[*_SLOW])
 def test_any_program_takes_what_the_simulator_says(plan: Plan, seed: int) -> None:
     program = compile_plan(plan)
     recurrence = make_recurrence(program)
@@ -286,7 +286,7 @@ def skewed(batch: int, seed: int, *modules: str) -> dict[str, Floats]:
 
 
 @given(plans(), st.integers(0, 99))
-@settings(max_examples=40, deadline=None, suppress_health_check=[*_SLOW])
+@settings(max_examples=20, deadline=None, suppress_health_check=[*_SLOW])
 def test_samples_stay_in_their_sync_batch_and_the_step_is_never_slower(
     plan: Plan, seed: int
 ) -> None:

@@ -27,7 +27,7 @@ def check_batch_sync(stages: int, k: int, rounds: int, forward: float, backward:
     assert in_flight(program) == {(p, p): min(n, k + stages - 1 - p) for p in range(stages)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 8), st.integers(1, 16), st.integers(1, 8), st.sampled_from([0.25, 1.0, 2.0, 3.5])
 )
@@ -142,7 +142,7 @@ def test_gpipe_with_syncs_drains_every_round(stages: int, k: int, rounds: int) -
     assert result.bubble_fraction == pytest.approx((stages - 1) / (k + stages - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -172,7 +172,7 @@ def test_towers_take_designs_time(towers: list[tuple[int, int, int, int]], round
     assert simulate(compile_plan(plan), costs).iteration_s == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -186,14 +186,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@settings(QUICK, max_examples=80)
+@settings(QUICK, max_examples=40)
 @given(mutations(ORIGINALS.profile))
 def test_profiles(paths: dict[str, Path], document: dict[str, Any]) -> None:
     """A profile whose fields are right is solved, or says why not."""
     solve_told(paths, ORIGINALS.one_task, document)
 
 
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=30)
 @given(mutations(ORIGINALS.one_task))
 def test_workloads_are_solved_or_refused(paths: dict[str, Path], document: dict[str, Any]) -> None:
     solve_told(paths, document, ORIGINALS.profile)

@@ -241,7 +241,7 @@ costs = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), costs)
 def test_agrees_with_a_discrete_event_simulation(plan: Plan, costs: FixedCosts) -> None:
     program = compile_plan(plan)
@@ -254,7 +254,7 @@ def test_agrees_with_a_discrete_event_simulation(plan: Plan, costs: FixedCosts) 
         assert busy + communication + idle == pytest.approx(result.iteration_s)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), costs, st.sampled_from([0.25, 0.5, 1.0]))
 def test_shorter_times_never_lengthen_a_program_and_sharing_never_shortens_it(
     plan: Plan, costs: FixedCosts, factor: float

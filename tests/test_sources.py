@@ -269,7 +269,7 @@ class Numbers:
         return {"x": torch.tensor(self.first + index)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.floats(0.05, 5.0)), min_size=1, max_size=4),
     st.integers(1, 25),

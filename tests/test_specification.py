@@ -68,7 +68,7 @@ PLAN = make_plan(
 PROGRAM = compile_plan(PLAN)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_compiled_programs_compute_what_is_asked(plan: Plan) -> None:
     assert faults_of(plan, compile_plan(plan)) == []

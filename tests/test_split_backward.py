@@ -98,7 +98,7 @@ def test_idle_time_of_equal_stages(kind: Kind, stages: int, n: int) -> None:
     assert max(in_flight(even).values()) == max(held.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(KINDS),
     st.integers(1, 5),
@@ -144,7 +144,7 @@ def test_interleaved_chunks_gain_too_and_hold_no_more(pp: int, n: int) -> None:
     assert all(a <= b for a, b in zip(after.peak_bytes, before.peak_bytes, strict=True))
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.booleans(), st.data())
 def test_any_plan_is_sound_with_split_backwards(
     plan: Plan, even: bool, data: st.DataObject

@@ -121,7 +121,7 @@ def owner_tables(draw: st.DrawFn) -> tuple[Owners, int]:
     return draw(st.lists(row, min_size=2, max_size=3)), num_ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(owner_tables(), st.integers(0, 1000), st.booleans())
 def test_sharded_clip_equals_one_process(
     case: tuple[Owners, int], seed: int, with_empty: bool
