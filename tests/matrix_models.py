@@ -89,6 +89,26 @@ def head_norms(blocks: int) -> nn.Sequential:
     return nn.Sequential(*(HeadNorms() for _ in range(blocks)))
 
 
+class Words(nn.Module):
+    """Counts a sample's positive numbers, and speaks of them in a vocabulary of 7 words."""
+
+    tp_plan = {"table": "vocab", "head": "vocab"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, padding_idx=4)
+        self.head, self.back = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        x = mixed(inputs)
+        x = x + self.table((x > 0).sum(-1) % 7)
+        return x + self.back(self.head(x).softmax(-1))
+
+
+def words(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(Words() for _ in range(blocks)))
+
+
 def shared_norms(blocks: int) -> nn.Sequential:
     """All blocks have one norm of the queries' heads."""
     items = [HeadNorms() for _ in range(blocks)]

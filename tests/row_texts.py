@@ -14,7 +14,8 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.programs import Kind, loss, make_plan, unit
 
-VOCAB, BATCH = 16, 4
+# No degree divides the vocabulary.
+VOCAB, BATCH = 19, 4
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "factory": "mmplan.zoo.decoder:llama",

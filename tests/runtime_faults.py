@@ -24,9 +24,11 @@ from mmlaunch.session import update
 from mmlaunch.session.session import Session
 from mmlaunch.session.update import Update
 from mmplan.program.model import TieReduction
+from mmplan.proof.row_cuts import BlockRows
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
+from tests.row_texts import TextCase
 from tests.verification import make_workload
 
 BATCH = 12
@@ -47,8 +49,14 @@ class Setup:
     recompute: str = "none"
     # The first tower takes rows, some to each sample, and passes them on.
     ragged: bool = False
+    # A decoder of this degree in place of the towers.
+    text: int = 0
 
     def made(self) -> tuple[Plan, Workload]:
+        if self.text:
+            case = TextCase(tp=self.text)
+            args = {"lr": 0.01, "eps": 1e-4}
+            return case.plan(), case.workload(clip_grad_norm=0.5, optimizer_args=args)
         units: list[UnitSpec] = [
             unit("v", "a", blocks=2, dp=2, tp=self.tp, pp=self.pp, k=2, sizes=self.sizes),
             unit("t", "b", blocks=2, dp=2, k=1),
@@ -84,6 +92,7 @@ class Setup:
 
 PLAIN = Setup()
 ZERO = Setup(zero=1)
+TEXT = Setup(text=2)
 DROPOUT = Setup(args={"dropout": 0.3})
 
 
@@ -270,6 +279,14 @@ def partial_gradient_under_tp() -> Planted:
     return patch.object(tensor_parallel._Enter, "backward", staticmethod(kept))
 
 
+def found_words_not_summed() -> Planted:
+    return patch.object(BlockRows, "sum_of_table", lambda self, name, full: full)
+
+
+def softmax_over_own_words() -> Planted:
+    return patch.object(local_model, "gathered", lambda own, **_: own[None])
+
+
 def wrong_zero_slice() -> Planted:
     def roll(self: Any, *_: Any) -> None:
         for item in self.updated:
@@ -375,6 +392,8 @@ FAULTS = {
             setup=Setup(pp=2, factories={"v": "tied"}),
         ),
         _fault(partial_gradient_under_tp, "Megatron-LM#1446", "gradient", setup=Setup(tp=2)),
+        _fault(found_words_not_summed, "a cut embedding's sum", "gradient", setup=TEXT),
+        _fault(softmax_over_own_words, "a cut loss's sums", "gradient", setup=TEXT),
         _fault(wrong_zero_slice, "DeepSpeed#966", "gradient", setup=ZERO),
         _fault(
             recompute_draws_other_masks,

@@ -106,7 +106,7 @@ def test_ranks_have_their_own_rows_and_sum_no_activations(monkeypatch: pytest.Mo
     assert max(sums) == 1, "norms' gradients and flat parameters alone"
     seen.clear()
     verify_in_process(case.plan(), case.workload(rows=False))
-    assert not {"gather of slices", "sum of slices"} & seen
+    assert "sum of slices" not in seen
 
 
 class Residual(nn.Module):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from mmplan.errors import InvalidInputError
 
-ShardStyle = Literal["colwise", "rowwise", "packed_colwise"]
+ShardStyle = Literal["colwise", "rowwise", "packed_colwise", "vocab"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +129,14 @@ def shard_boxes(
     parts: int = 1,
     span: int = 1,
 ) -> list[Box]:
-    """Boxes of a Linear's weight [out, in] or bias [out] that one TP rank holds.
+    """Boxes of a Linear's or an embedding's weight [out, in] or bias [out] that one TP rank holds.
 
     Args:
         full_shape: shape of the unsharded parameter.
         style: ``colwise`` cuts dim 0; ``rowwise`` cuts dim 1 and leaves a bias (one dim)
             whole, since it is added after the sum; ``packed_colwise`` cuts each of
-            ``parts`` equal parts of dim 0 (fused qkv: 3, gate/up: 2); None: whole.
+            ``parts`` equal parts of dim 0 (fused qkv: 3, gate/up: 2); ``vocab`` cuts dim 0, of
+            n rows shard i of c has those from n*i//c on, so any n can be cut; None: whole.
         index: position in the TP group.
         count: size of the TP group.
         parts: for ``packed_colwise`` only.
@@ -150,6 +151,9 @@ def shard_boxes(
     shape = tuple(full_shape)
     if style is None or count == 1 or (style == "rowwise" and len(shape) < 2):
         return [whole(shape)]
+    if style == "vocab":
+        first, end = (shape[0] * i // count for i in (index, index + span))
+        return [_span(shape, 0, first, end - first)]
     dim, num_parts = (1, 1) if style == "rowwise" else (0, 1)
     if style == "packed_colwise":
         num_parts = parts

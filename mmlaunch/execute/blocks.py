@@ -126,6 +126,10 @@ class StageBlocks:
         block = self._model.blocks[stage.owner, index]
         off = self._model.frozen_here[stage.index]
         self._model.tp_groups.enter(stage, index)
+        sums = sums_of(block) if stage.tp > 1 else None
+        if sums is not None:
+            last = index == stage.blocks[1] - 1
+            sums.keeps_logits = last and stage.index in self._model.own_logits
         rows = self._rows(stage, index)
         if rows is not None:
             cuts = self._model.row_cuts.get((stage.index, index))

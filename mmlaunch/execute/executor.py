@@ -42,6 +42,7 @@ from mmplan.errors import MMPlanError
 from mmplan.program.communicators import Channels
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
+from mmplan.schema.protocols import as_vocabulary_loss
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -384,7 +385,12 @@ class Executor:
         module = self._model.losses[loss.name]
         # Of a tensor-parallel group only the first rank counts for the loss's parameters.
         with frozen([] if first else list(module.parameters())):
-            value = module(*arguments)
+            own = self._model.own_logits.get(stage.index)
+            sharded = as_vocabulary_loss(module)
+            if own is None or sharded is None or not loss.inputs[0].takes_first_output:
+                value = module(*arguments)
+            else:
+                value = sharded.of_shard(own.tokens, own.gather, *arguments)
         term = widened(value) * self._reductions.scale(loss, part.stop - part.start)
         if first:
             self._terms[loss.index].add_(term.detach())

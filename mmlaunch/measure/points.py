@@ -46,11 +46,17 @@ from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
 from mmplan.proof.row_cuts import RowCuts, RowFlow
 from mmplan.proof.tp_states import TPStates, module_states
+from mmplan.ragged import Ragged
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
 from mmplan.schema.fingerprints import built_parts
-from mmplan.schema.protocols import as_sharded, exchanged_per_row, others_only
-from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.schema.protocols import (
+    as_sharded,
+    as_vocabulary_loss,
+    exchanged_per_row,
+    others_only,
+)
+from mmplan.schema.workload import Workload, resolve_tasks, takes_own_logits
 
 # Two samples: some modules squeeze a batch of one away.
 _FOLLOWED_SAMPLES = 2
@@ -202,8 +208,24 @@ class Measurer:
             inputs = self._inputs.of_module(task, name, _FOLLOWED_SAMPLES)
             rows = self._workload.train.sequence_parallel
             module = self._build_shapes(name)
-            self._states[name, tp] = module_states(module, inputs, tp, where=name, rows=rows)
+            self._states[name, tp] = module_states(
+                module,
+                inputs,
+                tp,
+                where=name,
+                rows=rows,
+                logits=self._keeps_logits(task, name),
+            )
         return self._states[name, tp]
+
+    def _keeps_logits(self, task: str, module: str) -> bool:
+        """Whether a group that cuts the vocabulary needs no whole logits of a module."""
+
+        def takes_shards(loss: str) -> bool:
+            built = build_loss(self._workload, loss, self._folder)
+            return as_vocabulary_loss(built) is not None
+
+        return takes_own_logits(resolve_tasks(self._workload)[task], module, takes_shards)
 
     def _call(self, blocks: Sequence[nn.Module], args: tuple[Tree, ...]) -> Tree:
         """The forward of consecutive blocks, as a stage of a run has it."""
@@ -387,6 +409,8 @@ class Measurer:
             for block, states in zip(module, self._followed(name, tp), strict=False):
                 partial = sorted(states.partial)
                 sum_gradients(map(block.get_parameter, partial), self._groups[tp])
+                if states.logits:
+                    cast(GroupSums, sums_of(block)).keeps_logits = True
                 if states.rows is not None:
                     cast(GroupSums, sums_of(block)).rows.hook(block, states.rows)
                     self._cuts[block] = states.rows
@@ -407,6 +431,7 @@ class Measurer:
         with HeldTensors([*loss.parameters(), *tensors_of(args)]) as held, self._autocast():
             value = checked_loss(name, loss, args)
             held_bytes = held.add([value])
+        cut_bytes = self._cut_bytes(task, name, loss, args)
 
         clock = self._watch.clock
         # As in a run: features alone can be shared out, data fields are not.
@@ -428,10 +453,28 @@ class Measurer:
             "forward_s": forward.median_s,
             "backward_s": backward.median_s,
             "activation_bytes": held_bytes,
+            "cut_bytes": cut_bytes,
             "sharded": sharded is not None,
             "exchanged_per_row": exchanged_per_row(sharded),
             "others_only": others_only(sharded),
         }
+
+    def _cut_bytes(
+        self, task: str, name: str, loss: nn.Module, args: tuple[Tree, ...]
+    ) -> float | None:
+        """Bytes that a group holds together that cuts the vocabulary; None where none does."""
+        source = resolve_tasks(self._workload)[task].loss_inputs[name][0]
+        sharded = as_vocabulary_loss(loss)
+        if sharded is None or source.module is None or not self._keeps_logits(task, source.module):
+            return None
+        plan = block_plan(self._build_shapes(source.module)[-1])
+        if "vocab" not in plan.values():
+            return None
+        logits = cast(Any, args[0])
+        vocab = (logits.values if isinstance(logits, Ragged) else logits).shape[-1]
+        with HeldTensors([*loss.parameters(), *tensors_of(args)]) as held, self._autocast():
+            value = sharded.of_shard((0, vocab, vocab), lambda one: one[None], *cast(Any, args))
+            return held.add([value])
 
 
 def _timed_backward(out: Tree, clock: Clock) -> Reading:

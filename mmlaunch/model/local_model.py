@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +20,11 @@ from mmlaunch.model.shard_layout import ShardLayout
 from mmlaunch.model.tensor_parallel import (
     GroupSums,
     TensorParallelComm,
+    Tokens,
     TPGroups,
+    VocabularyLinear,
     cut_parameters,
+    gathered,
     group_name,
     shard_block,
     sums_of,
@@ -56,6 +60,18 @@ def tensors_in(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLogits:
+    """The tokens of which a rank of a tensor-parallel group has logits, and its group's others.
+
+    Attributes:
+        gather: statistics of every rank.
+    """
+
+    tokens: Tokens
+    gather: Callable[[Tensor], Tensor]
+
+
 class LocalModel:
     """Builds every module this rank needs, keeps its own blocks, and cuts them for TP.
 
@@ -85,6 +101,7 @@ class LocalModel:
         tp_groups: which shards this rank holds, and in which groups it runs them.
         row_cuts: by stage and block, where the rows of its activations are cut.
         row_groups: by stage, the name of the group that shares out its rows.
+        own_logits: by stage, of which tokens a loss takes logits of this rank.
         notes: modules that had to be built whole, and why, in words for the user.
     """
 
@@ -108,6 +125,7 @@ class LocalModel:
         self.tp_groups = TPGroups(program, rank)
         self.row_cuts: dict[tuple[int, int], RowCuts] = {}
         self.row_groups: dict[int, str] = {}
+        self.own_logits: dict[int, OwnLogits] = {}
         self._trains = trainable_blocks(program)
         self._workload, self._folder = workload, folder
         self._program, self._rank = program, rank
@@ -267,6 +285,16 @@ class LocalModel:
             self.row_cuts[stage.index, index] = cut
             group = tuple(sorted(stage.ranks[cast("tuple[int, int]", place)[0]]))
             self.row_groups[stage.index] = group_name(self._comm(group))
+
+    def keep_logits(self, stage: Stage) -> None:
+        """Let a stage's losses take each rank's own logits; nothing where the rank has no part."""
+        place = stage.find_place(self._rank)
+        if place is not None:
+            block = self.blocks[stage.owner, stage.blocks[1] - 1]
+            head = next(m for m in block.modules() if isinstance(m, VocabularyLinear))
+            comm = self._comm(tuple(sorted(stage.ranks[place[0]])))
+            gather = partial(gathered, comm=comm, count=stage.tp)
+            self.own_logits[stage.index] = OwnLogits(tokens=head.tp_tokens, gather=gather)
 
     def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:
         """Cut one kept block; returns the kept parts by name in the module."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mmlaunch.model.tensor_parallel import CutEmbedding
 from mmplan.schema.factories import compute_dtype
 from mmplan.schema.train import LARGEST_SCALE, LossScaleSpec, TrainSpec
 
@@ -171,8 +172,10 @@ def _reads_rows(layer: nn.Module) -> bool:
 def widen_rows(blocks: Iterable[nn.Module], narrow: Collection[nn.Parameter]) -> None:
     """Let embeddings with narrow weights return float32, and add up their gradient in it."""
     for layer in (layer for block in blocks for layer in block.modules()):
-        if _reads_rows(layer) and cast(nn.Embedding, layer).weight in narrow:
-            layer.forward = partial(_rows, cast(nn.Embedding, layer))
+        cut = isinstance(layer, CutEmbedding)
+        if (cut or _reads_rows(layer)) and cast(nn.Embedding, layer).weight in narrow:
+            run = partial(_rows, cast(nn.Embedding, layer))
+            setattr(layer, "lookup" if cut else "forward", run)
 
 
 def _rows(layer: nn.Embedding, input: Tensor) -> Tensor:

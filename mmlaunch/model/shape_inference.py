@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ from mmplan.program.model import Program, Source, Stage
 from mmplan.proof.row_cuts import RowCuts
 from mmplan.proof.tp_states import TPStates, tp_states
 from mmplan.ragged import Ragged
+from mmplan.schema.protocols import as_vocabulary_loss
 from mmplan.wording import counted
 
 # Two samples: some modules squeeze a batch of one away.
@@ -45,11 +46,13 @@ class _Answer:
     Attributes:
         partial: by block, the parameters whose gradients its tensor-parallel groups sum.
         rows: by block, where the rows of its activations are cut.
+        logits: whether its losses take each rank's own logits.
     """
 
     spec: Spec = None
     partial: dict[int, tuple[str, ...]] = field(default_factory=lambda: {})
     rows: dict[int, RowCuts] = field(default_factory=lambda: {})
+    logits: bool = False
     failure: Failure | None = None
 
 
@@ -90,8 +93,9 @@ def infer_shapes(
                     inputs = _arguments(
                         stage, program, specs, data(stage.task), prepare, transport.device
                     )
+                    logits = _takes_own_logits(program, stage, model.losses)
                     answer = _infer(
-                        stage, model, inputs, known, sequence_parallel, transport.device
+                        stage, model, inputs, known, sequence_parallel, logits, transport.device
                     )
             except MMPlanError as error:
                 answer = _Answer(failure=Failure.of(error))
@@ -108,6 +112,8 @@ def infer_shapes(
             raise answer.failure.error()
         specs.append(answer.spec)
         model.cut_rows(stage, answer.rows)
+        if answer.logits:
+            model.keep_logits(stage)
         if stage.has_backward:
             model.sum_partial(stage, answer.partial)
     return specs
@@ -163,6 +169,7 @@ def _infer(
     arguments: list[Tree],
     known: dict[object, TPStates],
     rows: bool,
+    logits: bool,
     device: torch.device,
 ) -> _Answer:
     """A stage's answer.
@@ -173,10 +180,11 @@ def _infer(
         arguments: of the first block.
         known: states of blocks that were followed before.
         rows: whether tensor-parallel groups share out rows.
+        logits: whether its losses can take each rank's own logits.
         device: of the arguments; blocks may still be on the host.
     """
     if stage.tp > 1:
-        return _follow(stage, model, arguments, known, rows)
+        return _follow(stage, model, arguments, known, rows, logits)
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
         return _Answer(spec=_run_fake(blocks, arguments, device))
@@ -191,12 +199,14 @@ def _follow(
     arguments: list[Tree],
     known: dict[object, TPStates],
     rows: bool,
+    logits: bool,
 ) -> _Answer:
     """The answer of a stage that tensor-parallel groups run."""
     given: tuple[Any, ...] = tuple(arguments)
     partial: dict[int, tuple[str, ...]] = {}
     cuts: dict[int, RowCuts] = {}
     whole: dict[str, list[int]] = {}
+    kept = False
     for index in range(*stage.blocks):
         where = f"{stage.owner}.{index}"
         full = {
@@ -206,8 +216,18 @@ def _follow(
         }
         block = model.blocks[stage.owner, index]
         # A rank that holds a block whole, for several groups, runs it without.
-        cut = rows and not model.tp_groups.has_several_shards(stage.owner, index)
-        found = tp_states(block, given, stage.tp, where=where, full=full, known=known, rows=cut)
+        plain = not model.tp_groups.has_several_shards(stage.owner, index)
+        found = tp_states(
+            block,
+            given,
+            stage.tp,
+            where=where,
+            full=full,
+            known=known,
+            rows=rows and plain,
+            logits=logits and plain and index == stage.blocks[1] - 1,
+        )
+        kept = found.logits
         partial[index] = tuple(sorted(found.partial))
         if found.rows is not None:
             cuts[index] = found.rows
@@ -219,7 +239,30 @@ def _follow(
         f"whole on each rank of a tp group: {reason}"
         for reason, blocks in whole.items()
     ]
-    return _Answer(spec=spec_of(given[0]), partial=partial, rows=cuts)
+    return _Answer(spec=spec_of(given[0]), partial=partial, rows=cuts, logits=kept)
+
+
+def _takes_own_logits(program: Program, stage: Stage, losses: Mapping[str, nn.Module]) -> bool:
+    """Whether nobody needs all of a stage's first output: losses that take shards of it alone.
+
+    Args:
+        program: the whole program.
+        stage: the stage.
+        losses: those of its ranks, by name.
+    """
+    features = [item for i in stage.syncs for item in program.cross_sample(i).inputs]
+    if any(e.producer == stage.index and not e.element for e in program.edges) or any(
+        item.stage == stage.index and not item.element for item in features
+    ):
+        return False
+    hosted = [program.per_sample(index) for index in stage.hosted]
+    takers = [loss for loss in hosted if any(s.takes_first_output for s in loss.inputs)]
+    return bool(takers) and all(
+        as_vocabulary_loss(losses[loss.name]) is not None
+        and loss.inputs[0].takes_first_output
+        and not any(s.own or s.edge is not None for s in loss.inputs[1:])
+        for loss in takers
+    )
 
 
 def _run_real(blocks: list[nn.Module], arguments: list[Tree], device: torch.device) -> Tree:

@@ -10,6 +10,11 @@ replicated, and their gradients are equal on every rank of the group: where a ra
 only (a norm of single heads sees the rank's own heads), the parts are summed in backward.
 :mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
 
+Embeddings and Linears that give logits are cut along the vocabulary (``vocab``): a rank has the
+rows of some tokens. An embedding's ranks look up their own tokens, and sum what they found. A
+Linear is a column-cut one; its logits are brought together, unless a loss takes a rank's own ones
+(:attr:`GroupSums.keeps_logits`): then nobody ever has all of them.
+
 With sequence parallelism a rank has its own rows only between the cut Linears
 (:mod:`mmplan.proof.row_cuts`).
 
@@ -19,7 +24,7 @@ the block whole, and each group uses its shard of it. There replicated parameter
 to a sum once too often, so the first rank of each group contributes, and the backwards of the
 others leave their gradients out (:mod:`mmplan.program.shards`).
 
-Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
+Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g, and the vocabulary).
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ from mmplan.program.shards import Ranks, held_shards, is_crowded
 from mmplan.proof.row_cuts import ROW_GROUPS, BlockRows, RowGroup, linear_of_rows
 from mmplan.proof.tp_states import packed_parts
 
-STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
+STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise", "vocab")
+# First token, end, and of how many: a shard of a vocabulary.
+Tokens = tuple[int, int, int]
 
 
 class TensorParallelComm(Protocol):
@@ -63,7 +70,7 @@ def shard_block(
     comm: TensorParallelComm,
     where: str = "block",
 ) -> dict[str, ShardLayout]:
-    """Cut a block's Linears in place to one rank's shard of a tensor-parallel group.
+    """Cut a block's Linears and embeddings in place to one rank's shard of a group.
 
     Args:
         block: may carry ``tp_plan``: submodule name to style; without it the block stays
@@ -87,19 +94,27 @@ def shard_block(
     shards: dict[str, ShardLayout] = {}
     sums = GroupSums(comm)
     for name, style in plan.items():
-        linear = _linear(block, name, where)
-        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
-        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
-        for parameter, shard in _cut(linear, style, parts, index, count).items():
+        layer = _layer(block, name, style, where)
+        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, layer, style=style, parts=parts, count=count, where=where)
+        cut = _cut(layer, style, parts, index, count)
+        for parameter, shard in cut.items():
             shards[f"{name}.{parameter}"] = shard
-        linear.__class__ = _RowwiseLinear if style == "rowwise" else _ColwiseLinear
-        cast(Any, linear).tp_sums = sums
+        layer.tp_sums = sums
+        if style == "vocab":
+            layer.tp_tokens = _tokens(cut["weight"].boxes, cut["weight"].full_shape)
+        if isinstance(layer, nn.Embedding):
+            layer.padding_idx = _own_padding(layer.padding_idx, layer.tp_tokens)
+            layer.tp_name, layer.__class__ = name, CutEmbedding
+        else:
+            kinds = {"rowwise": _RowwiseLinear, "vocab": VocabularyLinear}
+            layer.__class__ = kinds.get(style, _ColwiseLinear)
     return shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The shard of a whole Linear that one tensor-parallel group uses on this rank.
+    """The shard of a whole layer that one tensor-parallel group uses on this rank.
 
     Attributes:
         weight, bias: boxes of the shard; None for all of it.
@@ -112,7 +127,7 @@ class Window:
 
 def window_block(
     block: nn.Module, *, index: int, count: int, sums: GroupSums, where: str = "block"
-) -> list[tuple[WindowedLinear, Window]]:
+) -> list[tuple[WindowedLinear | WindowedEmbedding, Window]]:
     """Let a block stay whole and run as a shard of a tensor-parallel group where asked to.
 
     Args:
@@ -120,29 +135,30 @@ def window_block(
         sums: the block's.
 
     Returns:
-        The Linears that the group cuts, each with its shard; until one is set as ``tp_window``
-        the Linear computes as before.
+        The layers that the group cuts, each with its shard; until one is set as ``tp_window``
+        the layer computes as before.
 
     Raises:
         InvalidInputError: as :func:`shard_block`.
     """
     plan = block_plan(block, where=where)
     _check_not_tied(block, plan, where)
-    found: list[tuple[WindowedLinear, Window]] = []
+    found: list[tuple[WindowedLinear | WindowedEmbedding, Window]] = []
     for name, style in plan.items():
-        linear = cast(Any, block.get_submodule(name))
-        if not isinstance(linear, WindowedLinear):
-            linear = cast(Any, _linear(block, name, where))
-        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
-        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
+        known = block.get_submodule(name)
+        is_known = isinstance(known, WindowedLinear | WindowedEmbedding)
+        layer: Any = known if is_known else _layer(block, name, style, where)
+        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, layer, style=style, parts=parts, count=count, where=where)
         boxes = {
             parameter: shard_boxes(tuple(full.shape), style, index, count, parts)
-            for parameter, full in _parameters_to_cut(linear, style)
+            for parameter, full in _parameters_to_cut(layer, style)
         }
-        linear.__class__ = WindowedLinear
-        linear.tp_window, linear.tp_sums = None, sums
+        kinds: tuple[Any, Any] = WindowedLinear, WindowedEmbedding
+        layer.__class__ = kinds[isinstance(layer, nn.Embedding)]
+        layer.tp_window, layer.tp_sums = None, sums
         window = Window(style=style, weight=boxes["weight"], bias=boxes.get("bias"))
-        found.append((linear, window))
+        found.append((layer, window))
     return found
 
 
@@ -154,9 +170,9 @@ def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, Shard
     """
     found: dict[str, ShardLayout] = {}
     for name, style in block_plan(block, where=where).items():
-        linear = _linear(block, name, where)
-        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
-        for parameter, full in _parameters_to_cut(linear, style):
+        layer = _layer(block, name, style, where)
+        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        for parameter, full in _parameters_to_cut(layer, style):
             layout = shard_layout(tuple(full.shape), style, 0, 1, parts)
             found[f"{name}.{parameter}"] = layout
     return found
@@ -221,6 +237,59 @@ class _RowwiseLinear(CutLinear):
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
+class VocabularyLinear(CutLinear):
+    """Rows of the weight: whole input, the logits of some tokens or of all."""
+
+    tp_tokens: Tokens
+
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+        """[..., in] to [..., vocab], or the rank's own of them; the input's gradient is summed."""
+        sums = self.tp_sums
+        rows = sums.rows.gathered(input)
+        x = sums.enter(input) if rows is None else input
+        try:
+            logits = linear(x, self.weight, self.bias, rows)
+        finally:
+            # Recomputation of a block may end inside of the product.
+            sums.forget()
+        return logits if sums.keeps_logits else sums.all_logits(logits, self.tp_tokens)
+
+
+class CutEmbedding(nn.Embedding):
+    """An embedding of which this rank holds the rows of some tokens."""
+
+    tp_sums: GroupSums
+    tp_tokens: Tokens
+    tp_name: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids [...] to [..., width], summed over the group; of rows that are cut its own ones."""
+        return self.tp_sums.looked_up(self.lookup, input, self.tp_tokens, self.tp_name)
+
+    def lookup(self, input: Tensor) -> Tensor:
+        """Rows of the rank's own tokens, counted from its first one."""
+        return functional.embedding(input, self.weight, self.padding_idx)
+
+
+class WindowedEmbedding(nn.Embedding):
+    """A whole embedding of which tensor-parallel groups use a shard, in turn."""
+
+    tp_window: Window | None
+    tp_sums: GroupSums
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As the embedding, or as this rank's shard of it in the group of the window."""
+        window = self.tp_window
+        if window is None:
+            return functional.embedding(input, self.weight, self.padding_idx)
+        tokens = _tokens(window.weight, self.weight.shape)
+        padding = _own_padding(self.padding_idx, tokens)
+        weight = _cat_boxes(self.weight, window.weight)
+        return self.tp_sums.looked_up(
+            lambda own: functional.embedding(own, weight, padding), input, tokens
+        )
+
+
 class WindowedLinear(nn.Linear):
     """A whole Linear of which tensor-parallel groups use a shard, in turn."""
 
@@ -237,7 +306,22 @@ class WindowedLinear(nn.Linear):
             summed = self.tp_sums.leave(functional.linear, input, weight)
             return summed if self.bias is None else summed + self.bias.to(summed.dtype)
         bias = None if window.bias is None else _cat_boxes(self.bias, window.bias)
-        return functional.linear(self.tp_sums.enter(input), weight, bias)
+        out = functional.linear(self.tp_sums.enter(input), weight, bias)
+        if window.style != "vocab":
+            return out
+        return self.tp_sums.all_logits(out, _tokens(window.weight, self.weight.shape))
+
+
+def _tokens(boxes: Sequence[Box], full_shape: Sequence[int]) -> Tokens:
+    """Of a weight's shard."""
+    (box,) = boxes
+    return box.offsets[0], box.offsets[0] + box.sizes[0], full_shape[0]
+
+
+def _own_padding(padding: int | None, tokens: Tokens) -> int | None:
+    """The token without a gradient, counted from the rank's first one; None if others have it."""
+    first, end, _ = tokens
+    return padding - first if padding is not None and first <= padding < end else None
 
 
 def _cat_boxes(full: Tensor, boxes: Sequence[Box]) -> Tensor:
@@ -289,11 +373,13 @@ class GroupSums:
 
     Attributes:
         rows: of the block's activations.
+        keeps_logits: whether the block's first output is the rank's own logits.
     """
 
     def __init__(self, comm: TensorParallelComm) -> None:
         self.group = _group(comm)
         self.rows = BlockRows()
+        self.keeps_logits = False
         # Inputs of column-cut Linears since the last row-cut one, and what these compute with.
         self._entered: list[tuple[Tensor, Tensor]] = []
 
@@ -309,11 +395,37 @@ class GroupSums:
     def leave(self, linear: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
         """A row-cut product and Megatron's g: the sum over the group; the gradient as it comes."""
         # Before the product: recomputation of a block may end inside of its last one.
-        self._entered.clear()
-        self.rows.clear()
+        self.forget()
         if self.rows.cuts is not None:
             return self.rows.sum(linear(x, weight))
         return cast(Tensor, _Leave.apply(linear(x, weight), self.group.name))
+
+    def forget(self) -> None:
+        """The Linears that share an input have taken it."""
+        self._entered.clear()
+        self.rows.clear()
+
+    def looked_up(
+        self, lookup: Callable[[Tensor], Tensor], ids: Tensor, tokens: Tokens, name: str = ""
+    ) -> Tensor:
+        """Rows of an embedding for ids [...], each found by the rank that has its token."""
+        first, end, vocab = tokens
+        mine = torch.ones_like(ids, dtype=torch.bool)
+        # No end of the vocabulary is an end of these: the lookup meets what is beyond.
+        if first > 0:
+            mine = mine & (ids >= first)
+        if end < vocab:
+            mine = mine & (ids < end)
+        rows = lookup(torch.where(mine, ids - first, 0))
+        found = rows.masked_fill(~mine[..., None], 0)
+        own = self.rows.sum_of_table(name, found)
+        return cast(Tensor, _Leave.apply(found, self.group.name)) if own is None else own
+
+    def all_logits(self, own: Tensor, tokens: Tokens) -> Tensor:
+        """Logits of the whole vocabulary [..., vocab], of everyone's own ones."""
+        first, end, vocab = tokens
+        padded = functional.pad(own, (first, vocab - end))
+        return cast(Tensor, _Leave.apply(padded, self.group.name))
 
 
 class _Enter(torch.autograd.Function):
@@ -342,6 +454,13 @@ class _Leave(torch.autograd.Function):
         return grads[0], None
 
 
+def gathered(tensor: Tensor, *, comm: TensorParallelComm, count: int) -> Tensor:
+    """[...] of every rank of a group, as [count, ...]."""
+    full = tensor.new_empty((count, *tensor.shape))
+    cast(RowGroup, comm).gather_flat(full.view(-1), tensor.contiguous().view(-1))
+    return full
+
+
 def sum_gradients(parameters: Iterable[nn.Parameter], comm: TensorParallelComm) -> None:
     """Sum the gradients of parameters over a group in each backward."""
     for parameter in parameters:
@@ -357,7 +476,8 @@ def summed(gradient: Tensor, comm: TensorParallelComm) -> Tensor:
     return total
 
 
-def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
+def _layer(block: nn.Module, name: str, style: ShardStyle, where: str) -> Any:
+    """The Linear that a plan cuts, or the embedding that it cuts along the vocabulary."""
     try:
         found = block.get_submodule(name)
     except AttributeError:
@@ -367,12 +487,18 @@ def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
             hint=f"its Linears are {', '.join(children) or '(none)'}",
         ) from None
     plain = isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward
+    if style == "vocab" and isinstance(found, nn.Embedding):
+        plain = type(found).forward is nn.Embedding.forward and not (
+            found.max_norm or found.sparse or found.scale_grad_by_freq
+        )
     if not plain or "weight" not in found._parameters:
         raise InvalidInputError(
             f"{where}: tp_plan names {name!r}, a {type(found).__name__}",
-            hint="only nn.Linear can be cut; leave others out of tp_plan to replicate them",
+            hint="only nn.Linear can be cut, and nn.Embedding with the rule vocab (without "
+            "max_norm, sparse and scale_grad_by_freq); leave others out of tp_plan to replicate "
+            "them",
         )
-    return cast(nn.Linear, found)
+    return found
 
 
 def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -> None:
@@ -391,13 +517,20 @@ def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -
 def _check_sizes(
     block: nn.Module,
     name: str,
-    linear: nn.Linear,
+    linear: Any,
     *,
     style: ShardStyle,
     parts: int,
     count: int,
     where: str,
 ) -> None:
+    if style == "vocab":
+        if len(linear.weight) < count:
+            raise InvalidInputError(
+                f"{where}: {name} has {len(linear.weight)} tokens for the {count} ranks of tp",
+                hint=f"choose a tp of {len(linear.weight)} or less, or take it out of tp_plan",
+            )
+        return
     width = linear.in_features if style == "rowwise" else linear.out_features
     side = "in_features" if style == "rowwise" else "out_features"
     packed = f" in {parts} parts" if parts > 1 else ""
@@ -417,8 +550,8 @@ def _check_sizes(
         )
 
 
-def _parameters_to_cut(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
-    """A Linear's parameters but for a row-cut one's bias: that is added once, after the sum."""
+def _parameters_to_cut(linear: nn.Module, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
+    """A layer's parameters but for a row-cut one's bias: that is added once, after the sum."""
     return [
         (name, full)
         for name, full in linear.named_parameters()
@@ -427,20 +560,23 @@ def _parameters_to_cut(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, 
 
 
 def _cut(
-    linear: nn.Linear, style: ShardStyle, parts: int, index: int, count: int
+    linear: Any, style: ShardStyle, parts: int, index: int, count: int
 ) -> dict[str, ShardLayout]:
-    """Replace a Linear's parameters by their shards, on memory of their own."""
+    """Replace a layer's parameters by their shards, on memory of their own."""
     shards: dict[str, ShardLayout] = {}
     for name, full in _parameters_to_cut(linear, style):
         shards[name] = shard_layout(tuple(full.shape), style, index, count, parts)
         local = shards[name].take(full.detach())
         setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))
-    linear.out_features, linear.in_features = linear.weight.shape
+    if isinstance(linear, nn.Embedding):
+        linear.num_embeddings = len(linear.weight)
+    else:
+        linear.out_features, linear.in_features = linear.weight.shape
     return shards
 
 
 Comm = Callable[[Ranks], TensorParallelComm]
-# A Linear or a block's sums, the attribute that says on which shard it computes or in which
+# A layer or a block's sums, the attribute that says on which shard it computes or in which
 # group, and its value.
 _GroupAttribute = tuple[nn.Module | GroupSums, str, Any]
 
@@ -519,10 +655,10 @@ class TPGroups:
     def _windows(
         self, where: str, block: nn.Module, group: Ranks, sums: GroupSums
     ) -> list[_GroupAttribute]:
-        """The shard of a whole block that its Linears use in a group."""
+        """The shard of a whole block that its layers use in a group."""
         index, count = group.index(self._rank), len(group)
         found = window_block(block, index=index, count=count, sums=sums, where=where)
-        return [(linear, "tp_window", window if count > 1 else None) for linear, window in found]
+        return [(layer, "tp_window", window if count > 1 else None) for layer, window in found]
 
     def enter(self, stage: Stage, index: int) -> None:
         """Let a block compute its shard in the group of the stage that runs it now."""
@@ -567,4 +703,5 @@ def group_name(comm: TensorParallelComm) -> str:
 
 def sums_of(block: nn.Module) -> GroupSums | None:
     """The sums of a cut block; None where it cuts nothing."""
-    return next((m.tp_sums for m in block.modules() if isinstance(m, CutLinear)), None)
+    cut = (m for m in block.modules() if isinstance(m, CutLinear | CutEmbedding))
+    return next((m.tp_sums for m in cut), None)

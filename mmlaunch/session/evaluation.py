@@ -191,8 +191,8 @@ def _with_losses(
     """The model with the metrics beside its losses; its parameters are the same ones."""
     found = copy.copy(model)
     found.losses = dict(model.losses)
-    # In evaluation mode other blocks may share out their rows.
-    found.row_cuts, found.row_groups = {}, {}
+    # In evaluation mode other blocks may share out their rows, and metrics take whole logits.
+    found.row_cuts, found.row_groups, found.own_logits = {}, {}, {}
     for loss in losses:
         if transport.rank in loss.ranks and loss.name not in found.losses:
             made = build_loss(workload, loss.name, folder, field=f"train.eval.metrics.{loss.name}")

@@ -85,7 +85,7 @@ class CostModel(LinkCosts):
         self._fits: dict[tuple[str, str, int], ModuleFit] = {}
         self._fitted: dict[tuple[str, int], ModuleFit] = {}
         self._whole: dict[tuple[str, str, int, float], _Whole] = {}
-        self._loss_fits: dict[str, LossFit | None] = {}
+        self._loss_fits: dict[str, LossFit] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
         self._inputs: dict[tuple[str, str], list[float]] = {}
 
@@ -145,13 +145,24 @@ class CostModel(LinkCosts):
         known = self._work.get(task)
         return 1.0 if known is None else known.straggler(module, dp=dp, samples=samples)
 
-    def loss_curves(self, loss: str) -> LossFit | None:
-        """A loss's curves over the samples; None for a loss that the profile does not know."""
+    def loss_curves(self, loss: str, tp: int = 1) -> LossFit | None:
+        """A loss's curves over the samples; None for a loss that the profile does not know.
+
+        Args:
+            loss: its name.
+            tp: ranks of its host's tensor-parallel group, which share out the part of the time
+                that grows with the samples where they cut the vocabulary.
+        """
+        profile, fits = self.profile.losses.get(loss), self.profile.fits
+        if profile is None:
+            return None
         if loss not in self._loss_fits:
-            profile, fits = self.profile.losses.get(loss), self.profile.fits
             stored = fits.losses.get(loss) if fits else None
-            self._loss_fits[loss] = None if profile is None else stored or fit_loss(profile)
-        return self._loss_fits[loss]
+            self._loss_fits[loss] = stored or fit_loss(profile)
+        whole = self._loss_fits[loss]
+        if tp == 1 or not profile.cuts_vocabulary:
+            return whole
+        return LossFit(forward=_divided(whole.forward, tp), backward=_divided(whole.backward, tp))
 
     def forward_s(
         self, *, task: str, module: str, tp: int, samples: float, blocks: Blocks | None = None
@@ -312,7 +323,9 @@ class CostModel(LinkCosts):
 
     # --- losses ----------------------------------------------------------------------
 
-    def loss_s(self, *, loss: str, samples: int, shards: int = 1) -> tuple[float, float]:
+    def loss_s(
+        self, *, loss: str, samples: int, shards: int = 1, tp: int = 1
+    ) -> tuple[float, float]:
         """Forward and backward seconds of a loss on ``samples`` samples.
 
         Args:
@@ -320,8 +333,9 @@ class CostModel(LinkCosts):
             samples: of the sync batch, or of the micro-batch.
             shards: ranks of the loss; ranks of a sharded loss divide the part of the time that
                 grows with the samples.
+            tp: as for :meth:`loss_curves`.
         """
-        fit = self.loss_curves(loss)
+        fit = self.loss_curves(loss, tp)
         if fit is None:
             return 0.0, 0.0
         self._note(f"loss {loss}: {{}} samples", fit.forward, samples)
@@ -444,3 +458,8 @@ class CostModel(LinkCosts):
 
 def _between(running: tuple[float, ...], blocks: Blocks) -> float:
     return running[blocks[1]] - running[blocks[0]]
+
+
+def _divided(curve: Curve, parts: int) -> Curve:
+    """The curve with its slopes shared out."""
+    return curve.model_copy(update={"slopes": tuple(slope / parts for slope in curve.slopes)})

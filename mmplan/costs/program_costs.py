@@ -174,10 +174,13 @@ class ProgramCosts:
     def _hosted_s(self, stage: Stage, op: Op, samples: int) -> float:
         if op is Op.WEIGHT:
             return 0.0
-        # Every tensor-parallel rank of the host computes the whole loss of its micro-batch.
+        # Every tensor-parallel rank of the host computes the loss of its micro-batch, all of it or
+        # that of its own part of the vocabulary.
         losses = (self.program.losses[index].name for index in stage.hosted)
         side = 0 if op is Op.FORWARD else 1
-        return sum(self.costs.loss_s(loss=name, samples=samples)[side] for name in losses)
+        return sum(
+            self.costs.loss_s(loss=name, samples=samples, tp=stage.tp)[side] for name in losses
+        )
 
     def edge_bytes(self, edge: Edge, samples: int) -> float:
         """Bytes of ``samples`` samples along an edge, the same in both directions."""

@@ -280,9 +280,10 @@ class _Blocks:
         if key in self._known:
             return self._known[key]
         hosted = [self._graph.losses[index].name for index in stage.hosted]
-        losses = [fit for fit in map(self._costs.loss_curves, hosted) if fit is not None]
         rows: list[tuple[float, ...]] = []
         for (tp, recompute), most in largest.items():
+            of_each = (self._costs.loss_curves(name, tp) for name in hosted)
+            losses = [fit for fit in of_each if fit is not None]
             fit = self._costs.curves(task=stage.task, module=stage.module, tp=tp)
             forward = [(fit.forward, share), *((loss.forward, 1.0) for loss in losses)]
             after = [(loss.backward, 1.0) for loss in losses]

@@ -204,8 +204,10 @@ class _Faster(CostModel):
         transfer = super().all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
         return transfer.times(self._factor(REDUCTIONS))
 
-    def loss_s(self, *, loss: str, samples: int, shards: int = 1) -> tuple[float, float]:
-        forward_s, backward_s = super().loss_s(loss=loss, samples=samples, shards=shards)
+    def loss_s(
+        self, *, loss: str, samples: int, shards: int = 1, tp: int = 1
+    ) -> tuple[float, float]:
+        forward_s, backward_s = super().loss_s(loss=loss, samples=samples, shards=shards, tp=tp)
         factor = self._factor(LOSSES)
         return forward_s * factor, backward_s * factor
 

@@ -188,7 +188,7 @@ def _affine(small: Any, large: Any, samples: int) -> Any:
 
 def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
     sizes = microbatch_sizes(flow.task.sync_batches.get(loss) or flow.task.batch)
-    counted = [(n, flow.count_loss(loss, n)) for n in sizes]
+    counted = [(n, flow.count_loss(loss, n), flow.count_shards(loss, n)) for n in sizes]
     from_modules = all(source.module is not None for source in flow.task.loss_inputs[loss])
     points = tuple(
         LossPoint(
@@ -196,8 +196,9 @@ def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
             forward_s=roofline.seconds(count.forward.table),
             backward_s=roofline.seconds(count.backward.table),
             activation_bytes=count.saved_bytes,
+            cut_bytes=None if shards is None else shards.saved_bytes,
         )
-        for n, count in counted
+        for n, count, shards in counted
     )
     # The runtime shards a loss with a sharded form, if its inputs are features only.
     module = flow.build_loss(loss)

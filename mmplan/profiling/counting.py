@@ -193,18 +193,29 @@ class Counter:
             torch.autograd.grad(roots, wanted, ones, retain_graph=not last, allow_unused=True)
         return self._log.take()
 
-    def watch_tensor_parallel(
-        self, rowwise: Iterable[nn.Module], colwise: Iterable[nn.Module], rows: BlockRows
-    ) -> None:
-        """Record the sums over the group: outputs of row-cut Linears in forward, in backward the
-        gradient of each tensor that column-cut ones take before the next row-cut one.
+    def watch_tensor_parallel(self, block: nn.Module, rows: BlockRows, vocab: int = 0) -> None:
+        """Record the sums over the group: outputs of row-cut Linears and of cut embeddings in
+        forward, in backward the gradient of each tensor that column-cut ones take before the next
+        row-cut one.
 
         Where rows are cut, their operators are recorded in place of these.
+
+        Args:
+            block: with ``tp_plan``.
+            rows: of its activations.
+            vocab: of how many tokens the group brings logits together; 0 where it does not.
         """
-        for linear in rowwise:
-            linear.register_forward_hook(partial(self._sum_output, rows))
-        for linear in colwise:
-            linear.__dict__["forward"] = partial(self._column_cut, linear, rows)
+        plan: dict[str, str] = getattr(block, "tp_plan", None) or {}
+        for name, style in plan.items():
+            layer = block.get_submodule(name)
+            if isinstance(layer, nn.Embedding):
+                layer.register_forward_hook(partial(self._sum_table, rows, name))
+            elif style == "rowwise":
+                layer.register_forward_hook(partial(self._sum_output, rows))
+            elif style == "vocab":
+                layer.__dict__["forward"] = partial(self._head, layer, rows, vocab)
+            else:
+                layer.__dict__["forward"] = partial(self._column_cut, layer, rows)
 
     def watch_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the sums over the group of parameters' gradients in backward."""
@@ -221,6 +232,24 @@ class Counter:
             return rows.sum(output)
         self._log.add("all_reduce", summed=_num_bytes(output))
         return output
+
+    def _sum_table(
+        self, rows: BlockRows, name: str, _: nn.Module, __: Any, output: Tensor
+    ) -> Tensor:
+        own = rows.sum_of_table(name, output)
+        if own is None:
+            self._log.add("all_reduce", summed=_num_bytes(output))
+        return output if own is None else own
+
+    def _head(self, linear: Any, rows: BlockRows, vocab: int, input: Tensor) -> Tensor:
+        logits = self._column_cut(linear, rows, input)
+        self._entered.clear()
+        rows.clear()
+        if not vocab:
+            return logits
+        padded = functional.pad(logits, (0, vocab - logits.shape[-1]))
+        self._log.add("all_reduce", summed=_num_bytes(padded))
+        return padded
 
     def _column_cut(self, linear: Any, rows: BlockRows, input: Tensor) -> Tensor:
         gathered = rows.gathered(input)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
 from types import FunctionType
@@ -21,8 +21,9 @@ from mmplan.proof.tp_states import TPStates, module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
 from mmplan.schema.factories import build_loss, build_module, compute_dtype
+from mmplan.schema.protocols import as_vocabulary_loss
 from mmplan.schema.task_shapes import TaskShapes
-from mmplan.schema.workload import TaskView, Workload, crossing_elements
+from mmplan.schema.workload import TaskView, Workload, crossing_elements, takes_own_logits
 
 # Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
 # and several, because ragged fields have a whole number of rows in all of them together.
@@ -62,6 +63,7 @@ class TaskFlow:
             look_at=_spread_rows,
         )
         self._states: dict[tuple[str, int], list[TPStates]] = {}
+        self._keeps = cache(self._keeps_logits)
 
     def _output(self, module: str) -> Any:
         if module not in self._outputs:
@@ -90,7 +92,7 @@ class TaskFlow:
             InvalidInputError: a block cannot run without values, cannot be split by tp, or
                 would then compute something else.
         """
-        built = self.build(module, tp)
+        built, whole = self.build(module, tp), self.build(module)
         states = self._followed(module, tp)
         counter = Counter(built)
         state: Any = self.shapes.inputs(f"modules.{module}", self.task.inputs[module], samples)
@@ -104,7 +106,8 @@ class TaskFlow:
         for index, block in enumerate(built):
             rows, cuts = BlockRows(), states[index].rows if tp > 1 else None
             if tp > 1:
-                counter.watch_tensor_parallel(*_cut_linears(block), rows)
+                vocab = 0 if states[index].logits else _num_tokens(whole[index])
+                counter.watch_tensor_parallel(block, rows, vocab)
                 counter.watch_sums(block.get_parameter(n) for n in sorted(states[index].partial))
             if cuts is not None:
                 rows.hook(block, cuts)
@@ -144,8 +147,33 @@ class TaskFlow:
                 tp,
                 where=f"modules.{module}",
                 rows=self._workload.train.sequence_parallel,
+                logits=self._keeps(module),
             )
         return self._states[module, tp]
+
+    def _keeps_logits(self, module: str) -> bool:
+        """Whether a group that cuts the vocabulary needs no whole logits of a module."""
+
+        def takes_shards(loss: str) -> bool:
+            return as_vocabulary_loss(self.build_loss(loss)) is not None
+
+        return takes_own_logits(self.task, module, takes_shards)
+
+    def count_shards(self, loss: str, samples: int) -> BlockCount | None:
+        """A loss as a tensor-parallel group has it that cuts its logits, all shards together.
+
+        None where it takes whole logits.
+        """
+        built, sources = self.build_loss(loss), self.task.loss_inputs[loss]
+        sharded, module = as_vocabulary_loss(built), sources[0].module
+        if sharded is None or module is None or not self._keeps(module):
+            return None
+        if not _num_tokens(self.build(module)[-1]):
+            return None
+        logits, *others = self.shapes.inputs(f"losses.{loss}", sources, samples)
+        vocab = (logits.values if isinstance(logits, Ragged) else logits).shape[-1]
+        run = partial(sharded.of_shard, (0, vocab, vocab), lambda one: one[None])
+        return _run(Counter(built), built, [logits, *others], f"losses.{loss}", run)[0]
 
     def count_loss(self, loss: str, samples: int) -> BlockCount:
         """A loss on a number of samples.
@@ -228,7 +256,10 @@ def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
     for name, style in plan.items() if tp > 1 else ():
         linear: Any = block.get_submodule(name)
         size = linear.weight.shape[1 if style == "rowwise" else 0]
-        if size % tp:
+        if style == "vocab":
+            # Of the rank that has the most tokens.
+            size = -(-size // tp) * tp
+        elif size % tp:
             raise InvalidInputError(
                 f"{where}: {name} has {size} channels, tp {tp} does not divide them",
                 hint="choose a tp that does",
@@ -238,17 +269,19 @@ def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
             linear.in_features = size // tp
         else:
             linear.weight = nn.Parameter(linear.weight[: size // tp].detach())
+            if isinstance(linear, nn.Embedding):
+                linear.num_embeddings, linear.padding_idx = size // tp, None
+                continue
             linear.out_features = size // tp
             if linear.bias is not None:
                 linear.bias = nn.Parameter(linear.bias[: size // tp].detach())
 
 
-def _cut_linears(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The row-cut and the column-cut Linears of a block."""
+def _num_tokens(block: nn.Module) -> int:
+    """Tokens of which a block gives logits that a group may cut; 0 where it gives none."""
     plan: dict[str, str] = getattr(block, "tp_plan", None) or {}
-    rowwise = [block.get_submodule(name) for name, style in plan.items() if style == "rowwise"]
-    colwise = [block.get_submodule(name) for name, style in plan.items() if style != "rowwise"]
-    return rowwise, colwise
+    layers = (block.get_submodule(name) for name, style in plan.items() if style == "vocab")
+    return next((layer.out_features for layer in layers if isinstance(layer, nn.Linear)), 0)
 
 
 # The group whose rank is counted.

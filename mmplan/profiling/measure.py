@@ -438,7 +438,11 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
     for name in dict.fromkeys(point["loss"] for point, _ in losses):
         results = [(p, r) for p, r in losses if p["loss"] == name]
         points = tuple(
-            LossPoint(samples=point["samples"], **{key: result[key] for key in _COSTS})
+            LossPoint(
+                samples=point["samples"],
+                cut_bytes=result.get("cut_bytes"),
+                **{key: result[key] for key in _COSTS},
+            )
             for point, result in results
         )
         first = results[0][1]

@@ -37,6 +37,11 @@ class Source:
     own: bool = False
     element: int | None = None
 
+    @property
+    def takes_first_output(self) -> bool:
+        """Whether it is the hosting stage's output or the first element of it."""
+        return self.own and not self.element
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:

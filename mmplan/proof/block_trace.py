@@ -49,6 +49,8 @@ _FUNCTIONS: dict[Any, str] = {
     torch.mm: "matmul",
     Tensor.mm: "matmul",
 }
+# An embedding that is cut along the vocabulary.
+EMBEDDING = "embedding"
 # The same values under another tensor: no operation of their own.
 _SAME = frozenset(["aten.clone", "aten.alias", "aten.lift_fresh"])
 # A reshape is the one or the other by strides, which kernels of a device choose.
@@ -71,7 +73,7 @@ class Operation:
 
     Attributes:
         name: ``aten.mul``, or ``linear``, ``attention``, ``norm``, ``matmul``, or the style of
-            a cut Linear.
+            a cut Linear, or :data:`EMBEDDING`.
         arguments: by name (of functions: by position too), tensors as :class:`TracedValue`.
         inputs, outputs: numbers of tensors.
         pointwise: whether torch says that each output element depends on its own place alone.
@@ -138,6 +140,7 @@ def trace_block(
     styles: Mapping[str, str],
     cuts: RowCuts | None = None,
     group: RowGroup | None = None,
+    logits: Mapping[str, int] | None = None,
 ) -> BlockTrace:
     """Run a block's forward without values.
 
@@ -148,6 +151,8 @@ def trace_block(
         styles: Linears that are cut by tensor parallelism, with their style.
         cuts: where its rows are cut, if they are.
         group: whose rank has the rows.
+        logits: Linears that are cut along the vocabulary and whose output the group brings
+            together, with the sizes of the whole one.
 
     Raises:
         BlockError: the forward failed.
@@ -175,7 +180,7 @@ def trace_block(
         for name, parameter in block.named_parameters():
             trace.parameters[name] = tracer.number(known[parameter])
         trace.inputs = [tracer.number(tensor) for tensor in tensors_in(given)]
-        stack.enter_context(_followed(block, tracer, styles, shapes, rows))
+        stack.enter_context(_followed(block, tracer, styles, shapes, rows, logits or {}))
         stack.enter_context(_Functions(tracer))
         stack.enter_context(_EveryKernel(tracer))
         try:
@@ -224,7 +229,12 @@ class _Same:
 
 # Numbers that layers give themselves and that change nothing of what they compute, and
 # what says in which group a cut Linear runs.
-_SERIAL_NAMES = frozenset(["layer_idx", "tp_sums", "tp_window", "in_features", "out_features"])
+_SERIAL_NAMES = frozenset(
+    [
+        *("layer_idx", "tp_sums", "tp_window", "tp_tokens", "tp_name", "lookup"),
+        *("in_features", "out_features", "num_embeddings", "padding_idx"),
+    ]
+)
 _PLAIN = (bool, int, float, complex, str, tuple, list, dict, set, torch.dtype, type(None))
 
 
@@ -269,8 +279,9 @@ def _followed(
     styles: Mapping[str, str],
     shapes: Mapping[str, Sequence[int]],
     rows: BlockRows,
+    logits: Mapping[str, int],
 ) -> Generator[None]:
-    """Around a forward: submodules say that they run, cut Linears are one operation each."""
+    """Around a forward: submodules say that they run, cut layers are one operation each."""
     hooks = [
         hook
         for name, module in block.named_modules()
@@ -285,7 +296,11 @@ def _followed(
         linear = cast(Any, block.get_submodule(name))
         kept.append((linear, dict(vars(linear))))
         # Past nn.Module's __setattr__; a forward of an instance hides its class's.
-        linear.__dict__["forward"] = partial(_cut_linear, linear, tracer, style, rows)
+        if isinstance(linear, nn.Embedding):
+            linear.__dict__["forward"] = partial(_cut_embedding, linear, name, tracer, rows)
+            continue
+        run = partial(_cut_linear, linear, tracer, style, rows, logits.get(name, 0))
+        linear.__dict__["forward"] = run
         outputs, inputs = shapes.get(f"{name}.weight", linear.weight.shape)
         linear.__dict__ |= {"out_features": outputs, "in_features": inputs}
     try:
@@ -293,21 +308,38 @@ def _followed(
     finally:
         for linear, attributes in kept:
             for name in ("forward", "out_features", "in_features"):
-                linear.__dict__.pop(name)
+                linear.__dict__.pop(name, None)
                 if name in attributes:
                     linear.__dict__[name] = attributes[name]
         for hook in hooks:
             hook.remove()
 
 
-def _cut_linear(linear: Any, tracer: _Tracer, style: str, rows: BlockRows, input: Tensor) -> Tensor:
+def _cut_linear(
+    linear: Any, tracer: _Tracer, style: str, rows: BlockRows, vocab: int, input: Tensor
+) -> Tensor:
     arguments = {"input": input, "weight": linear.weight, "bias": linear.bias}
 
     def run() -> Tensor:
         out = functional.linear(**arguments)
+        if vocab:
+            return functional.pad(out, (0, vocab - out.shape[-1]))
         return rows.sum(out) if style == "rowwise" and rows.cuts is not None else out
 
     return tracer.whole(style, arguments, run)
+
+
+def _cut_embedding(
+    table: Any, name: str, tracer: _Tracer, rows: BlockRows, input: Tensor
+) -> Tensor:
+    arguments = {"input": input, "weight": table.weight}
+
+    def run() -> Tensor:
+        out = functional.embedding(input, table.weight)
+        own = rows.sum_of_table(name, out)
+        return out if own is None else own
+
+    return tracer.whole(EMBEDDING, arguments, run)
 
 
 class _Tracer:

@@ -83,6 +83,7 @@ class RowCuts:
         regions: take all rows, and have cut Linears.
         whole: take all rows, and compute all of them on each rank.
         scattered: of whose output the rank goes on with its own rows.
+        summed: cut embeddings, of whose sum the rank takes its own rows.
     """
 
     takes: bool
@@ -90,6 +91,7 @@ class RowCuts:
     regions: tuple[str, ...]
     whole: tuple[str, ...] = ()
     scattered: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
 
 # --- operators -------------------------------------------------------------------------
@@ -407,6 +409,19 @@ class BlockRows:
         """This rank's rows of a row-cut product's sum."""
         return cast(Tensor, _SumRows.apply(full, self.group))
 
+    def sum_of_table(self, name: str, full: Tensor) -> Tensor | None:
+        """This rank's rows of what a cut embedding's ranks found; None where all are wanted."""
+        if self.cuts is None or name not in self.cuts.summed or not self._has_rows(full):
+            return None
+        return self.sum(full)
+
+    def _has_rows(self, full: Tensor) -> bool:
+        """Whether there is something to share out; the first to ask says how much."""
+        self.length = self.length or full.shape[-2]
+        if not self.length:
+            self.cuts = None
+        return bool(self.length)
+
     def _enter_region(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -424,12 +439,8 @@ class BlockRows:
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
         if self.cuts is None or name not in self.cuts.scattered:
             return None
-        if not self.length:
-            self.length = first_tensor(output).shape[-2]
-            if not self.length:
-                # There is nothing to share out.
-                self.cuts = None
-                return None
+        if not self._has_rows(first_tensor(output)):
+            return None
         return with_first(output, partial(take_own, group=self.group))
 
     def _gather(self, shard: Tensor) -> Tensor:
@@ -524,12 +535,13 @@ class RowFlow:
 def regions_of(styles: Mapping[str, str]) -> tuple[str, ...] | None:
     """The submodules that take all rows for their cut Linears; None where the block itself does.
 
-    A row-cut Linear's region is the smallest submodule that has column-cut ones as well.
+    A row-cut Linear's region is the smallest submodule that has column-cut ones as well. Parts that
+    are cut along the vocabulary have none.
 
     Args:
         styles: of the cut Linears, by name.
     """
-    columns = [name for name, style in styles.items() if style != "rowwise"]
+    columns = [name for name, style in styles.items() if style not in ("rowwise", "vocab")]
     found: set[str] = set()
     for name, style in styles.items():
         region = name

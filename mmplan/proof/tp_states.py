@@ -26,6 +26,10 @@ mixes rows is a fault. A parameter that is whole and met cut rows has a partial 
 gather for cut Linears gives may be used by these alone: its gradient is summed behind it. A block
 with a fault keeps its rows whole.
 
+Vocabulary. An embedding cut along its tokens takes and gives whole values, with the group's sum. A
+Linear cut along them is a column-cut one; what it gives is brought together, or goes on cut to
+the end of the block, where a loss takes it so.
+
 Source: the states of GSPMD (arXiv:2105.04663) and of DTensor, for one group and Megatron's two
 kinds of Linears.
 """
@@ -42,6 +46,7 @@ from torch import nn
 
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.proof.block_trace import (
+    EMBEDDING,
     BlockError,
     BlockTrace,
     Operation,
@@ -61,6 +66,7 @@ from mmplan.proof.row_cuts import (
 
 COLUMNS = frozenset(["colwise", "packed_colwise"])
 ROWS = "rowwise"
+VOCAB = "vocab"
 GATHER = "mmplan.gather_rows"
 ALL_ROWS = "mmplan.all_rows"
 OWN_ROWS = "mmplan.own_rows"
@@ -207,12 +213,14 @@ class TPStates:
         output: its output tree, without values; leaves say whether they require a gradient.
         rows: where its rows are cut; None where they stay whole.
         obstacle: why they do, where they were to be cut.
+        logits: whether its first output is cut along the vocabulary (dim -1).
     """
 
     partial: frozenset[str]
     output: Any
     rows: RowCuts | None = None
     obstacle: str | None = None
+    logits: bool = False
 
 
 class _FaultError(Exception):
@@ -235,6 +243,7 @@ def tp_states(
     full: Mapping[str, Sequence[int]] | None = None,
     known: dict[object, TPStates] | None = None,
     rows: bool = False,
+    logits: bool = False,
 ) -> TPStates:
     """Follow a block's values through a tensor-parallel group; nothing of its size is allocated.
 
@@ -248,21 +257,31 @@ def tp_states(
         known: answers by kind of block; a block of a kind that is in it costs nothing, and
             others are added. For as long as the blocks live.
         rows: whether the group cuts rows too, where the block can be run so.
+        logits: whether its first output may stay cut along the vocabulary.
 
     Raises:
         InvalidInputError: the block would compute or train something else than on one rank.
     """
     plan = _plan(block, count, full or {})
     known = {} if known is None else known
-    kind = block_kind(block, inputs), plan.key, rows
+    logits = logits and len(plan.heads) == 1
+    kind = block_kind(block, inputs), plan.key, rows, logits
     if kind not in known:
         found = _states(block, inputs, count, where, plan)
+        if logits:
+            found = _with_logits(block, inputs, count, plan, found)
         known[kind] = _with_rows(block, inputs, count, plan, found) if rows else found
     return known[kind]
 
 
 def module_states(
-    module: nn.Sequential, inputs: Sequence[Any], count: int, *, where: str, rows: bool = False
+    module: nn.Sequential,
+    inputs: Sequence[Any],
+    count: int,
+    *,
+    where: str,
+    rows: bool = False,
+    logits: bool = False,
 ) -> list[TPStates]:
     """Follow a module's blocks, all whole, one after another.
 
@@ -271,6 +290,7 @@ def module_states(
         count: ranks of the group.
         where: the module's name in errors.
         rows: as for :func:`tp_states`.
+        logits: as for :func:`tp_states`, of the last block.
 
     Raises:
         InvalidInputError: as :func:`tp_states`, or a block cannot run without values.
@@ -280,8 +300,17 @@ def module_states(
     for index, block in enumerate(module):
         given = inputs if index == 0 else [found[-1].output]
         try:
-            place = f"{where}.{index}"
-            found.append(tp_states(block, given, count, where=place, known=known, rows=rows))
+            last = index == len(module) - 1
+            states = tp_states(
+                block,
+                given,
+                count,
+                where=f"{where}.{index}",
+                known=known,
+                rows=rows,
+                logits=logits and last,
+            )
+            found.append(states)
         except MMPlanError:
             raise
         except Exception as error:
@@ -305,8 +334,8 @@ def _states(
     if count == 1 or not plan.styles:
         return TPStates(partial=frozenset(), output=whole.output)
     try:
-        shard = trace_block(block, inputs, shapes=plan.shard, styles=plan.styles)
-        partial, _ = _followed(whole, shard, count, plan.cuts)
+        shard = trace_block(block, inputs, shapes=plan.shard, styles=plan.styles, logits=plan.heads)
+        partial, _ = _followed(whole, shard, count, plan)
     except (_FaultError, BlockError) as fault:
         problem = str(fault)
     else:
@@ -318,44 +347,73 @@ def _states(
     )
 
 
+def _with_logits(
+    block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, found: TPStates
+) -> TPStates:
+    """The states with the first output cut along the vocabulary, where it can be."""
+    try:
+        whole, shard = (
+            trace_block(block, inputs, shapes=shapes, styles=plan.styles)
+            for shapes in (plan.whole, plan.shard)
+        )
+        partial, results = _followed(whole, shard, count, plan, logits=True)
+    except (_FaultError, BlockError):
+        return found
+    return replace(found, partial=partial, logits=results[0] is not None)
+
+
 def _with_rows(
     block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, found: TPStates
 ) -> TPStates:
     """The states with rows cut, or why they stay whole."""
     if not plan.styles:
         return found
-    regions = regions_of(plan.styles)
-    if regions is None:
+    around = regions_of(plan.styles)
+    if around is None:
         reason = "its cut Linears are not in submodules of their own"
         return replace(found, obstacle=reason)
+    # A cut head takes its rows by itself, and an embedding gives its own, or whoever has them does.
+    choices = dict.fromkeys(
+        (regions, tables)
+        for regions in ((*around, *plan.heads), around)
+        for tables in (plan.tables, ())
+    )
     whole = trace_block(block, inputs, shapes=plan.whole, styles=plan.styles)
     reason = "it has no activations with rows"
     first: Any = first_tensor(inputs[0]) if inputs else None
     # What fails is tried in another way: its traceback would tell users nothing.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for takes in (False, True) if has_rows(first) else (False,):
-        cuts = _row_cuts(block, whole, regions, first.shape[-2] if takes else 0)
-        if not (cuts.takes or cuts.scattered):
-            continue
-        try:
-            return _states_of_rows(block, inputs, count, plan, cuts)
-        except (_FaultError, BlockError) as fault:
-            reason = str(fault)
+        for regions, tables in choices:
+            cuts = _row_cuts(block, whole, regions, tables, first.shape[-2] if takes else 0)
+            if not (cuts.takes or cuts.scattered or cuts.summed):
+                continue
+            try:
+                return _states_of_rows(block, inputs, count, plan, cuts, logits=found.logits)
+            except (_FaultError, BlockError) as fault:
+                reason = str(fault)
     return replace(found, obstacle=reason)
 
 
-def _row_cuts(block: nn.Module, whole: BlockTrace, regions: tuple[str, ...], rows: int) -> RowCuts:
+def _row_cuts(
+    block: nn.Module,
+    whole: BlockTrace,
+    regions: tuple[str, ...],
+    tables: tuple[str, ...],
+    rows: int,
+) -> RowCuts:
     """Where rows are to be cut and gathered.
 
     Args:
         block: the block.
         whole: what it does.
         regions: see :func:`mmplan.proof.row_cuts.regions_of`.
+        tables: cut embeddings that give a rank its own rows.
         rows: of its first input, of which it takes its own; 0 where it takes all.
     """
     last = max(i for i, operation in enumerate(whole.operations) if operation.name == ROWS)
     takes, gathers, scatters = bool(rows), list[str](), list[str]()
-    names = whole_submodules(block, regions)
+    names = [*whole_submodules(block, (*regions, *tables)), *tables]
     calls = {call.name: call for call in reversed(whole.calls) if call.name in names}
     for name, call in sorted(calls.items(), key=lambda item: item[1].first):
         if rows and call.given is not None and call.given[-2] == rows:
@@ -363,13 +421,25 @@ def _row_cuts(block: nn.Module, whole: BlockTrace, regions: tuple[str, ...], row
         if call.end <= last and call.gave is not None and call.gave[-2] == (rows or call.gave[-2]):
             scatters.append(name)
             rows = call.gave[-2]
-    return RowCuts(takes=takes, regions=regions, whole=tuple(gathers), scattered=tuple(scatters))
+    return RowCuts(
+        takes=takes,
+        regions=regions,
+        whole=tuple(gathers),
+        scattered=tuple(name for name in scatters if name not in tables),
+        summed=tuple(name for name in scatters if name in tables),
+    )
 
 
 def _states_of_rows(
-    block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, cuts: RowCuts
+    block: nn.Module,
+    inputs: Sequence[Any],
+    count: int,
+    plan: _Plan,
+    cuts: RowCuts,
+    *,
+    logits: bool,
 ) -> TPStates:
-    """The states of a block whose rows are cut.
+    """The states of a block whose rows are cut, and its logits too, where they are to be.
 
     Raises:
         _FaultError, BlockError: the group would compute or train something else.
@@ -382,16 +452,18 @@ def _states_of_rows(
             styles=plan.styles,
             cuts=cuts,
             group=ShapeGroup(index=0, count=ranks),
+            logits={} if logits else plan.heads,
         )
         for shapes, ranks in ((plan.whole, 1), (plan.shard, count))
     )
     if whole.rows < count:
         raise _FaultError(f"it has {whole.rows} rows for {count} ranks")
-    partial, results = _followed(whole, shard, count, plan.cuts, cuts)
+    partial, results = _followed(whole, shard, count, plan, cuts, logits=logits)
     return TPStates(
         partial=partial,
         output=whole.output,
-        rows=replace(cuts, gives=results[0] is not None),
+        rows=replace(cuts, gives=results[0] is not None and not logits),
+        logits=logits,
     )
 
 
@@ -408,15 +480,22 @@ class _Plan:
     """A block's ``tp_plan`` at one degree.
 
     Attributes:
-        styles: of its Linears.
+        styles: of its Linears and embeddings.
         whole, shard: shapes of the cut parameters, and of one rank's shards.
         cuts: how they are cut.
+        heads: Linears that are cut along the vocabulary, with its size.
     """
 
     styles: dict[str, str] = field(default_factory=lambda: {})
     whole: dict[str, tuple[int, ...]] = field(default_factory=lambda: {})
     shard: dict[str, tuple[int, ...]] = field(default_factory=lambda: {})
     cuts: dict[str, Cut] = field(default_factory=lambda: {})
+    heads: dict[str, int] = field(default_factory=lambda: {})
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Embeddings that are cut along the vocabulary."""
+        return tuple(n for n, s in self.styles.items() if s == VOCAB and n not in self.heads)
 
     @property
     def key(self) -> object:
@@ -428,7 +507,7 @@ def _plan(block: nn.Module, count: int, full: Mapping[str, Sequence[int]]) -> _P
     plan = _Plan()
     given: Mapping[str, str] = getattr(block, "tp_plan", None) or {}
     for name, style in given.items():
-        if style not in COLUMNS and style != ROWS:
+        if style not in COLUMNS and style not in (ROWS, VOCAB):
             continue
         plan.styles[name] = style
         linear = block.get_submodule(name)
@@ -440,6 +519,8 @@ def _plan(block: nn.Module, count: int, full: Mapping[str, Sequence[int]]) -> _P
             plan.cuts[path] = Cut(dim, parts)
             sizes = list(full.get(path, parameter.shape))
             plan.whole[path] = tuple(sizes)
+            if style == VOCAB and key == "weight" and not isinstance(linear, nn.Embedding):
+                plan.heads[name] = sizes[0]
             sizes[dim] //= count
             plan.shard[path] = tuple(sizes)
     return plan
@@ -449,21 +530,23 @@ def _followed(
     whole: BlockTrace,
     shard: BlockTrace,
     count: int,
-    cuts: Mapping[str, Cut],
+    plan: _Plan,
     rows: RowCuts | None = None,
+    *,
+    logits: bool = False,
 ) -> tuple[frozenset[str], list[State]]:
     """The parameters with partial gradients, and the states of the results.
 
     Raises:
         _FaultError: the group computes something else than one rank.
     """
-    given = [cuts.get(name) for name in whole.parameters]
+    given = [plan.cuts.get(name) for name in whole.parameters]
     states: dict[int, State] = dict(zip(whole.parameters.values(), given, strict=True))
     states |= dict.fromkeys(whole.inputs)
     if rows is not None and rows.takes:
         first = whole.inputs[0]
         states[first] = Cut(whole.tensors[first].dim() - 2, 1)
-    rules = _Rules(whole, shard, count, states)
+    rules = _Rules(whole, shard, count, states, logits=logits)
     for index, operation in enumerate(whole.operations):
         other = shard.operations[index] if index < len(shard.operations) else None
         if other is None or (other.name, other.outputs) != (operation.name, operation.outputs):
@@ -474,8 +557,9 @@ def _followed(
         raise _FaultError("a rank of the group runs more operations than one rank alone")
     results = [rules.state(number) for number in whole.results]
     for place, number in enumerate(whole.results):
-        # Only the first output may have the rank's own rows.
-        if results[place] is not None and not (place == 0 and rules.has_own_rows(number)):
+        # Only the first output may have the rank's own rows, or its shard of the logits.
+        known = rules.has_own_rows(number) or (logits and rules.is_cut_at_the_end(number))
+        if results[place] is not None and not (place == 0 and known):
             raise _FaultError("its output is cut: each rank would return its own shard")
     return _partial_parameters(whole, rules), results
 
@@ -487,13 +571,22 @@ class _Rules:
         whole, shard: the block on one rank, and on one of the group.
         count: ranks of the group.
         states: of parameters and inputs, by number.
+        logits: whether what a Linear gives that is cut along the vocabulary goes on cut.
     """
 
     def __init__(
-        self, whole: BlockTrace, shard: BlockTrace, count: int, states: dict[int, State]
+        self,
+        whole: BlockTrace,
+        shard: BlockTrace,
+        count: int,
+        states: dict[int, State],
+        *,
+        logits: bool,
     ) -> None:
         self._whole, self._shard, self._count = whole, shard, count
-        self._states = states
+        self._states, self._logits = states, logits
+        # Of the vocabularies that are cut: all tokens, and the rank's.
+        self._vocabularies: set[tuple[int, int]] = set()
         # What a gather gave to cut Linears, before the next row-cut one: they sum no gradient.
         self._gathered: set[int] = set()
         self.takes_gathered: set[int] = set()
@@ -512,6 +605,7 @@ class _Rules:
             (_POINTWISE, self._pointwise),
             ([GATHER, ALL_ROWS], self._all_rows),
             ([OWN_ROWS], self._own_rows),
+            ([EMBEDDING], self._embedding),
         ]
         self._rules = {name: rule for names, rule in table for name in names}
 
@@ -524,13 +618,18 @@ class _Rules:
         state, shape = self.state(number), self._shape(number)
         return state is not None and state.dim == len(shape) - 2 and shape[-2] == self._whole.rows
 
+    def is_cut_at_the_end(self, number: int) -> bool:
+        """Whether a value is cut along its last dim, in one part."""
+        state = self.state(number)
+        return state is not None and state == Cut(len(self._shape(number)) - 1, 1)
+
     def apply(self, operation: Operation, other: Operation) -> None:
         """Find the states of an operation's outputs.
 
         Raises:
             _FaultError: they are not those of the whole operation.
         """
-        if operation.name in COLUMNS:
+        if operation.name in COLUMNS or operation.name == VOCAB:
             found: list[State] = [self._columns(operation)]
         elif operation.name == ROWS:
             found = [self._rows(operation)]
@@ -568,7 +667,8 @@ class _Rules:
         if len(whole) != len(shard) or len(differ) > 1:
             raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
         sizes = whole[differ[0]], shard[differ[0]]
-        if sizes[0] != self._count * sizes[1] and sizes != (self._whole.rows, self._num_own):
+        uneven = {(self._whole.rows, self._num_own), *self._vocabularies}
+        if sizes[0] != self._count * sizes[1] and sizes not in uneven:
             raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
         return differ[0]
 
@@ -610,7 +710,23 @@ class _Rules:
         assert weight is not None
         if _number(operation, "input") in self._gathered:
             self.takes_gathered.add(operation.outputs[0])
+        if operation.name == VOCAB:
+            number = _number(operation, "weight")
+            rows = self._shape(number)[0], self._shard.tensors[number].shape[0]
+            self._vocabularies.add(rows)
+            if not self._logits:
+                return None
         return Cut(len(self._shape(operation.outputs[0])) - 1, weight.parts)
+
+    def _embedding(self, operation: Operation, other: Operation) -> list[State]:
+        if self.state(_number(operation, "input")) is not None:
+            raise _FaultError("looks up tokens that are cut along the vocabulary", operation)
+        (output,) = operation.outputs
+        return [None if self._cut_dim(output, operation) is None else self._own(output)]
+
+    def _own(self, number: int) -> State:
+        """Of a value of which a rank has its own rows."""
+        return Cut(len(self._shape(number)) - 2, 1)
 
     def _rows(self, operation: Operation) -> State:
         number = _number(operation, "input")
@@ -620,7 +736,7 @@ class _Rules:
                 "is a row-cut Linear on channels that are not cut as it is", operation
             )
         self._gathered.clear()
-        return Cut(len(self._shape(operation.outputs[0])) - 2, 1) if self._whole.rows else None
+        return self._own(operation.outputs[0]) if self._whole.rows else None
 
     def _all_rows(self, operation: Operation, other: Operation) -> list[State]:
         (number,), (output,) = operation.inputs, operation.outputs
@@ -634,7 +750,7 @@ class _Rules:
         (number,), (output,) = operation.inputs, operation.outputs
         if self.state(number) is not None:
             raise _FaultError("cuts rows of a value that is cut already", operation)
-        return [Cut(len(self._shape(output)) - 2, 1)]
+        return [self._own(output)]
 
     def _same(self, operation: Operation, other: Operation) -> None:
         """The arguments that are no tensors and no sizes."""
@@ -918,12 +1034,14 @@ def _back(
     rules: _Rules,
 ) -> dict[int, _Gradient]:
     """What one operation gives back to each input that is whole."""
-    if operation.name in COLUMNS:
+    came = next((gradients[n] for n in live if gradients[n] is not None), None)
+    if operation.name in (VOCAB, EMBEDDING) and came is not None:
+        raise _FaultError(_at_activation(came))
+    if operation.name in COLUMNS or operation.name in (VOCAB, EMBEDDING):
         gathered = rules.takes_gathered.intersection(operation.outputs)
         return dict.fromkeys(operation.inputs, operation.where if gathered else None)
     if operation.name == OWN_ROWS:
         return dict.fromkeys(operation.inputs)
-    came = next((gradients[n] for n in live if gradients[n] is not None), None)
     if operation.name == GATHER and came is None:
         raise _FaultError("uses gathered rows outside of cut Linears, whose gradient is summed")
     if operation.name == GATHER:

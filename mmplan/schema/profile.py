@@ -230,12 +230,15 @@ class LossPoint(Record):
     Attributes:
         samples: of a sync batch, or of a micro-batch.
         activation_bytes: that it holds from its forward to its backward.
+        cut_bytes: the same of all ranks of a tensor-parallel group together that cuts the
+            vocabulary: each of them computes its own part; absent where they compute all.
     """
 
     samples: Count
     forward_s: Size
     backward_s: Size
     activation_bytes: Size = 0
+    cut_bytes: Size | None = None
 
 
 class LossProfile(Record):
@@ -256,6 +259,11 @@ class LossProfile(Record):
     exchanged_per_row: Index | None = None
     others_only: Bool = True
     points: tuple[LossPoint, ...] = Field(min_length=1)
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether ranks of a tensor-parallel group share out its work."""
+        return all(point.cut_bytes is not None for point in self.points)
 
 
 class Curve(Record):

@@ -57,6 +57,35 @@ class CountingLoss(Protocol):
         ...
 
 
+class VocabularyLoss(Protocol):
+    """A per-sample loss that can do with logits of some tokens on each rank."""
+
+    def of_shard(
+        self,
+        tokens: tuple[int, int, int],
+        gather: Callable[[Tensor], Tensor],
+        *inputs: Tensor | Ragged,
+    ) -> Tensor:
+        """The forward's value on every rank; its gradient by the rank's own logits.
+
+        Args:
+            tokens: the first token of which the rank has logits, the end, and of how many.
+            gather: [...] of each rank to [ranks, ...]; all ranks call it alike.
+            inputs: of the forward, the first of them logits [..., the rank's tokens].
+        """
+        ...
+
+
+def as_vocabulary_loss(loss: object) -> VocabularyLoss | None:
+    """The loss, where it takes logits that are cut along the vocabulary.
+
+    Not one that has a forward of its own and ``of_shard`` of another class.
+    """
+    kinds = [kind for kind in type(loss).__mro__ if {"forward", "of_shard"} & vars(kind).keys()]
+    known = bool(kinds) and "of_shard" in vars(kinds[0])
+    return cast("VocabularyLoss", loss) if known else None
+
+
 def as_sharded(loss: object) -> ShardedLoss | None:
     """The loss, where each rank can compute a part of it."""
     return cast("ShardedLoss", loss) if hasattr(loss, "sharded") else None

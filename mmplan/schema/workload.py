@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -346,6 +346,34 @@ def crossing_elements(task: TaskView, module: str) -> tuple[int, ...] | None:
     found = {s.element for sources in consumers for s in sources if s.module == module}
     elements = sorted(element for element in found if element is not None)
     return None if None in found or not elements else tuple(elements)
+
+
+def takes_own_logits(task: TaskView, module: str, takes_shards: Callable[[str], bool]) -> bool:
+    """Whether nobody needs the whole of a module's first output, which a group may cut then.
+
+    Per-sample losses alone take it, as their first input, beside data.
+
+    Args:
+        task: the task.
+        module: its module.
+        takes_shards: whether a loss can do with shards of the vocabulary.
+    """
+
+    def is_it(source: InputSource) -> bool:
+        return source.module == module and not source.element
+
+    takers = {n: inputs for n, inputs in task.loss_inputs.items() if any(map(is_it, inputs))}
+    return (
+        bool(takers)
+        and not any(is_it(source) for inputs in task.inputs.values() for source in inputs)
+        and all(
+            loss not in task.sync_batches
+            and is_it(inputs[0])
+            and all(source.module is None for source in inputs[1:])
+            and takes_shards(loss)
+            for loss, inputs in takers.items()
+        )
+    )
 
 
 def _check_names(workload: Workload) -> None:

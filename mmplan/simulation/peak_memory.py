@@ -438,7 +438,7 @@ class StageMemory:
         self.costs = costs
         self._stages: dict[tuple[int, int, float], MicroBatchMemory] = {}
         self._curves: dict[tuple[str, str, int], _Workspace | None] = {}
-        self._loss_curves: dict[str, Curve] = {}
+        self._loss_curves: dict[tuple[str, bool], Curve] = {}
 
     def of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
         """Of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
@@ -456,7 +456,7 @@ class StageMemory:
             first=passed[0] if passed is not None else stage.blocks[1],
             forward=forward,
             backward=backward,
-            losses=sum(self.loss_bytes(name, samples) for name in losses),
+            losses=sum(self.loss_bytes(name, samples, stage.tp) for name in losses),
             output=weighted_samples * self.costs.output_bytes(stage),
         )
 
@@ -510,17 +510,25 @@ class StageMemory:
             self._curves[key] = _fitted(module, stage.tp)
         return self._curves[key]
 
-    def loss_bytes(self, name: str, samples: int) -> float:
-        """Bytes of a loss from its forward to its backward; 0 where the profile lacks it."""
+    def loss_bytes(self, name: str, samples: int, tp: int = 1) -> float:
+        """Bytes of a loss from its forward to its backward; 0 where the profile lacks it.
+
+        Args:
+            name: of the loss.
+            samples: of the sync batch, or of the micro-batch.
+            tp: ranks of its host's tensor-parallel group, which may share it out.
+        """
         profile = self.costs.costs.profile.losses.get(name)
         if profile is None:
             return 0.0
-        if name not in self._loss_curves:
+        key = name, tp > 1 and profile.cuts_vocabulary
+        if key not in self._loss_curves:
             points = profile.points
-            self._loss_curves[name] = fit_curve(
-                [p.samples for p in points], [p.activation_bytes for p in points]
+            sizes = [p.cut_bytes if key[1] else p.activation_bytes for p in points]
+            self._loss_curves[key] = fit_curve(
+                [p.samples for p in points], [size or 0.0 for size in sizes]
             )
-        return self._loss_curves[name].at(samples)
+        return self._loss_curves[key].at(samples) / (tp if key[1] else 1)
 
     def sync_bytes(self, loss: CrossSampleLoss, rank: int) -> tuple[float, float]:
         """Bytes of one sync batch: the features that a rank reads, and the loss's tensors on it."""

@@ -82,8 +82,7 @@ class ModuleCosts:
         self._recomputes, self._round_samples = recomputes, round_samples
         self._trained_bytes = cache(self._bytes_per_trained)
         self._straggler = cache(self._compute_straggler)
-        known = (costs.loss_curves(name) for name in losses)
-        self._losses = [own for own in known if own is not None]
+        self._losses = losses
         cuts = tuple((b, b + 1) for b in range(len(passed)))
 
         def array(value: Callable[..., float]) -> Floats:
@@ -158,7 +157,9 @@ class ModuleCosts:
         if self._recomputes:
             inputs = inputs + forward
         none, loss, loss_backward = (np.zeros_like(forward) for _ in range(3))
-        for own in self._losses:
+        for own in (self._costs.loss_curves(name, tp) for name in self._losses):
+            if own is None:
+                continue
             loss = loss + curve_values(own.forward, size)
             loss_backward = loss_backward + curve_values(own.backward, size)
         return (

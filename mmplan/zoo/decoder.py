@@ -104,6 +104,7 @@ class Splice(nn.Module):
         super().__init__()
         self.placeholders = tuple(placeholders)
         self.token = nn.Embedding(vocab, width)
+        self.tp_plan = {"token": "vocab"}
 
     def forward(self, tokens: Text, *features: Features) -> Text:
         """Embed ids [B, T] as [B, T, W], ragged ones as ragged activations.
@@ -129,6 +130,7 @@ class LogitsHead(nn.Module):
         self.hidden = hidden
         self.norm = nn.RMSNorm(width, eps=eps)
         self.vocabulary = nn.Linear(width, vocab, bias=False)
+        self.tp_plan = {"vocabulary": "vocab"}
 
     def forward(self, x_BTW: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """[B, T, W] to logits [B, T, V], or to (logits, [B, T, W])."""

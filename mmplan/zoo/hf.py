@@ -233,8 +233,8 @@ def causal_lm(
 ) -> LayerSequential:
     """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...) or OPT, one layer per block.
 
-    Rules for tensor parallelism are read from its configuration's ``base_model_tp_plan``;
-    embedding and logits stay whole.
+    Rules for tensor parallelism are read from its configuration's ``base_model_tp_plan``.
+    Embedding and logits are cut along the vocabulary where they are not tied.
 
     Args:
         config: its config.json as a dict; ``model_type`` says which model.
@@ -350,8 +350,15 @@ def cut_decoder(
         first=[f"{name}.{step}" for step in ahead],
         last=[*(f"{name}.{step}" for step in behind), head],
         tp_plan=_layer_rules(sizes) if turns else _OPT_RULES,
+        vocab=_vocabulary(model, f"{name}.embed_tokens", head),
         ignore=ignore,
     )
+
+
+def _vocabulary(model: Any, *names: str) -> list[str]:
+    """The layers among these that run torch's own forward, which may be cut."""
+    plain = nn.Embedding.forward, nn.Linear.forward
+    return [name for name in names if type(owned(model, name)).forward in plain]
 
 
 _OPT_RULES = {

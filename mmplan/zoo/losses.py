@@ -6,7 +6,8 @@ A loss is one of three kinds, told apart by the workload and by the module:
   whole sync batch and returns its mean. ``clip`` has a ``sharded`` method too, so
   that each rank computes only its own rows.
 - a mean per micro-batch (``mse``, ``cross_entropy``): weighted by samples.
-- a sum with ``count`` (``token_cross_entropy``): divided by the whole batch's count.
+- a sum with ``count`` (``token_cross_entropy``): divided by the whole batch's count. With
+  ``of_shard`` it takes logits that a tensor-parallel group cuts along the vocabulary.
 
 Shape suffixes used in this file: S = samples of the sync batch, N = own rows of
 a rank, D = feature width, M = modalities.
@@ -17,15 +18,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged, samples_of
 
+# Past the checker, which takes the decorator's ctx for position-only.
+once = cast("Callable[[Any], Any]", once_differentiable)
+# Of [...] on each rank [ranks, ...].
+Gather = Callable[[Tensor], Tensor]
 Exchange = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
 
 
@@ -247,6 +253,32 @@ class TokenCrossEntropy(nn.Module):
             reduction="sum",
         )
 
+    def of_shard(
+        self,
+        tokens: tuple[int, int, int],
+        gather: Gather,
+        logits: Tensor | Ragged,
+        labels: Tensor | Ragged,
+        lengths: Ragged | None = None,
+    ) -> Tensor:
+        """The forward on ranks of which each has the logits of some tokens alone.
+
+        Two numbers a row cross ranks: the logsumexp of the rank's logits, and the target's logit
+        where the rank has it.
+
+        Args:
+            tokens: the first token of which this rank has logits, the end, and of how many.
+            gather: called alike by all ranks.
+            logits: as for the forward, V being this rank's tokens.
+            labels, lengths: as for the forward.
+
+        Source:
+            Megatron-LM, arXiv:1909.08053, section 3.
+        """
+        scores = logits.values if isinstance(logits, Ragged) else logits.flatten(0, 1)
+        targets = self.targets(labels, lengths).flatten()
+        return _ShardedCrossEntropy.apply(scores, targets, tokens, gather, self.ignore_index)
+
     def count(self, fields: Mapping[str, Tensor | Ragged]) -> Tensor:
         """Target tokens of each sample, [B] int64.
 
@@ -285,6 +317,46 @@ class TokenCrossEntropy(nn.Module):
             return targets.masked_fill(is_last, self.ignore_index)
         targets[:, -1] = self.ignore_index
         return targets
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """See :meth:`TokenCrossEntropy.of_shard`. Keeps the logits as they came; N = rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: Tensor,
+        target_N: Tensor,
+        tokens: tuple[int, int, int],
+        gather: Gather,
+        ignore_index: int,
+    ) -> Tensor:
+        first, end, vocab = tokens
+        counts_N = target_N != ignore_index
+        # No end of the vocabulary is an end of these: the lookup meets labels beyond it.
+        mine_N = counts_N
+        if first > 0:
+            mine_N = mine_N & (target_N >= first)
+        if end < vocab:
+            mine_N = mine_N & (target_N < end)
+        own_N = torch.where(mine_N, target_N - first, 0)
+        wide_NV = _wide(logits_NV)
+        hit_N = wide_NV.gather(1, own_N[:, None])[:, 0].masked_fill(~mine_N, 0)
+        sums_N = wide_NV.logsumexp(1)
+        if len(target_N):
+            sums_RN, hit_RN = gather(torch.stack([sums_N, hit_N])).unbind(1)
+            sums_N, hit_N = sums_RN.logsumexp(0), hit_RN.sum(0)
+        ctx.save_for_backward(logits_NV, sums_N, own_N, mine_N, counts_N)
+        return (sums_N - hit_N).masked_fill(~counts_N, 0).sum()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, sums_N, own_N, mine_N, counts_N = ctx.saved_tensors
+        grad_NV = (_wide(logits_NV) - sums_N[:, None]).exp_()
+        grad_NV.scatter_add_(1, own_N[:, None], -mine_N[:, None].to(grad_NV.dtype))
+        grad_NV *= (counts_N * grads[0])[:, None]
+        return grad_NV.to(logits_NV.dtype), None, None, None, None
 
 
 class MeanSquaredError(nn.Module):
@@ -360,11 +432,14 @@ def token_cross_entropy(
     return TokenCrossEntropy(field=field, shift=shift, ignore_index=ignore_index)
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _unit(features: Tensor) -> Tensor:
     """Rows of norm 1, in float32 at least: similarities in bf16 have two digits."""
-    if features.dtype in (torch.float16, torch.bfloat16):
-        features = features.float()
-    return functional.normalize(features, dim=-1)
+    return functional.normalize(_wide(features), dim=-1)
 
 
 def _through_unit(features: Tensor, grad_unit: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -82,7 +83,7 @@ class LayerBlock(nn.Module):
         self.layer = layer
         self.after = after
         if tp_plan:
-            self.tp_plan = {f"layer.{name}": rule for name, rule in tp_plan.items()}
+            self.tp_plan: dict[str, str] = {f"layer.{n}": rule for n, rule in tp_plan.items()}
 
     def forward(self, *inputs: Any) -> Any:
         """Run the block on tensors, or on one tuple of tensors; returns a tensor or a tuple."""
@@ -172,6 +173,7 @@ def from_layers(
     first: Sequence[str] = (),
     last: Sequence[str] = (),
     tp_plan: TPPlan | None = None,
+    vocab: Sequence[str] = (),
     ignore: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> LayerSequential:
@@ -195,6 +197,8 @@ def from_layers(
         last: see ``first``.
         tp_plan: submodule names inside a layer to rules, or a function that gives
             these for a layer.
+        vocab: dotted names of embeddings, and of the Linear that gives logits, which tensor
+            parallelism cuts along the vocabulary. One whose weight is tied stays whole.
         ignore: dotted names of what is left out on purpose.
         unused: dotted names of what forward does not use, layers among them. The last block
             keeps it, frozen, so that the model can be exported whole.
@@ -221,6 +225,7 @@ def from_layers(
         )
         for index, layer in enumerate(modules)
     ]
+    _cut_vocabulary(model, blocks, vocab)
     _check_nothing_lost(model, blocks, ignore)
     cut = LayerSequential(*blocks)
     cut.remember(model)
@@ -335,6 +340,16 @@ def _tp_plan(layer: nn.Module, rule: TPPlan | None) -> Mapping[str, str]:
                 hint=f"its Linears: {', '.join(sorted(linear)) or 'none'}",
             )
     return plan
+
+
+def _cut_vocabulary(model: nn.Module, blocks: Sequence[LayerBlock], names: Sequence[str]) -> None:
+    """Rules for the parts before and after the layers that are cut along the vocabulary."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for block, place in ((blocks[0], "before"), (blocks[-1], "after")):
+        for name in names:
+            part = dict(block.named_modules()).get(f"{place}.{name}")
+            if part is not None and all(uses[parameter] == 1 for parameter in part.parameters()):
+                block.tp_plan = {**getattr(block, "tp_plan", {}), f"{place}.{name}": "vocab"}
 
 
 def _check_nothing_lost(
