@@ -170,7 +170,10 @@ def _activations(rows: int) -> Tensor:
 def test_planted_cuts_are_refused(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_, last = decoder.llama(3, 16, heads=4, vocab=16)
     given = torch.zeros(2, 8, dtype=torch.int64), torch.randn(2, 8, 16, requires_grad=True)
-    block, x = (first, given[0]) if without == "scattered" else (last, given[1])
+    block, x = (first, given[0]) if without == "regions" else (last, given[1])
+    if without == "scattered":
+        block = towers.vision(3, 16, heads=4, image=8, patch=2)[0]
+        x = torch.zeros(2, 3, 8, 8)
     if without == "whole":
         # A mean over rows; a head with logits of each row would be right without it.
         block = towers.vision(3, 16, heads=4)[-1]
