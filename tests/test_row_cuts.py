@@ -104,9 +104,6 @@ def test_ranks_have_their_own_rows_and_sum_no_activations(monkeypatch: pytest.Mo
     verify_in_process(case.plan(), case.workload())
     assert {"gather of slices", "sum of slices"} <= seen
     assert max(sums) == 1, "norms' gradients and flat parameters alone"
-    seen.clear()
-    verify_in_process(case.plan(), case.workload(rows=False))
-    assert "sum of slices" not in seen
 
 
 class Residual(nn.Module):
@@ -173,7 +170,7 @@ def test_planted_cuts_are_refused(without: str, monkeypatch: pytest.MonkeyPatch)
     block, x = (first, given[0]) if without == "regions" else (last, given[1])
     if without == "scattered":
         block = towers.vision(3, 16, heads=4, image=8, patch=2)[0]
-        x = torch.zeros(2, 3, 8, 8)
+        x = torch.zeros(2, 1, 8, 8)
     if without == "whole":
         # A mean over rows; a head with logits of each row would be right without it.
         block = towers.vision(3, 16, heads=4)[-1]

@@ -285,7 +285,8 @@ def test_runs_equal_one_process(case: MixedCase, train: dict[str, Any]) -> None:
     ("name", "zero"),
     [
         ("3 ranks: tp 2 and tp 1", 1),
-        ("2 ranks: tp 2 and dp 2", 0),
+        # With a cut vocabulary too: tests/test_vocabulary.py.
+        pytest.param("2 ranks: tp 2 and dp 2", 0, marks=pytest.mark.slow),
         pytest.param("one degree, other partners", 1, marks=pytest.mark.slow),
         pytest.param("4 ranks: tp 4, tp 2 and dp 3", 1, marks=pytest.mark.slow),
         pytest.param("7 ranks: tp 2, tp 4 and tp 1", 0, marks=pytest.mark.slow),

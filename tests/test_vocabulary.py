@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,13 +210,13 @@ def test_tied_weights_of_transformers_stay_whole() -> None:
         assert rules == ([] if tied else ["before.model.embed_tokens", "after.lm_head"])
 
 
-def _big(**args: Any) -> Workload:
-    spec = TextCase(length=64).workload(rows=False, precision="fp32")
-    spec = spec.model_dump(exclude_none=True, mode="json")
-    spec["modules"]["llm"]["args"] = {
-        **{"blocks": 1, "width": 32, "heads": 4, "vocab": 20_500, "ffn": 64},
-        **args,
-    }
+BIG = {"blocks": 1, "width": 32, "heads": 4, "vocab": 20_500, "ffn": 64}
+
+
+def _big() -> Workload:
+    job = TextCase(length=64).workload(rows=False, precision="fp32")
+    spec = job.model_dump(exclude_none=True, mode="json")
+    spec["modules"]["llm"]["args"] = BIG
     return Workload.model_validate(spec)
 
 
@@ -225,7 +227,7 @@ def test_a_rank_holds_what_is_counted(tp: int) -> None:
     flow = TaskFlow(job, HERE, resolve_tasks(job)["default"])
     ((block,), shards) = flow.count_module("llm", tp=tp, samples=4), flow.count_shards("next", 4)
     assert shards is not None
-    (whole,) = decoder.llama(1, 32, heads=4, vocab=20_500, ffn=64)
+    (whole,) = decoder.llama(**BIG)
     index = tp - 1
     shard_block(whole, index=index, count=tp, comm=Alone(index, tp))
     sums = sums_of(whole)
@@ -248,12 +250,41 @@ def test_a_rank_holds_what_is_counted(tp: int) -> None:
     assert sum(cut) == pytest.approx((2 * 20_500 * 32 + 4 * 32 * 32 + 3 * 32 * 64) / tp, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_checkpoint_goes_on_at_another_degree(tmp_path: Path, rows: bool) -> None:
+    """Shards of other degrees have other ends."""
+    args = {"lr": 0.01, "eps": 1e-4}
+    job = TextCase().workload(rows=rows, clip_grad_norm=0.1, zero=1, optimizer_args=args)
+
+    def run(case: TextCase, body: Callable[[Session], Any]) -> Any:
+        plan = trained_as(case.plan(), job)
+
+        def entry(transport: Any) -> Any:
+            return body(Session(plan=plan, workload=job, folder=HERE, transport=transport))
+
+        return InProcessWorld(case.plan().devices).run(entry)[0]
+
+    def begin(session: Session) -> tuple[Path, float]:
+        session.step()
+        return session.save(tmp_path), session.step().loss
+
+    path, expected = run(TextCase(tp=2, dp=2), begin)
+
+    def go_on(session: Session) -> float:
+        session.load(path)
+        return session.step().loss
+
+    for case in (TextCase(tp=4), TextCase(tp=1, pp=2)):
+        assert run(case, go_on) == pytest.approx(expected, rel=1e-12)
+
+
 def test_metrics_take_whole_logits() -> None:
     """In an evaluation; a loss beside them is still what one process computes."""
     metric = {"factory": "mmplan.zoo.metrics:token_accuracy", "inputs": ["llm", "labels"]}
     data = {"factory": "tests.row_texts:texts", "args": {"length": 7, "ragged": False}}
     found: list[dict[str, float]] = []
-    for tp in (1, 4):
+    for tp in (1, 2):
         case = TextCase(tp=tp)
         job = case.workload(eval={"data": data, "every": 1, "metrics": {"right": metric}})
         plan = trained_as(case.plan(), job)
