@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
 from mmlaunch.measure.timing import HeldTensors
-from mmlaunch.model.tensor_parallel import GroupSums, shard_block, sums_of
+from mmlaunch.model.tensor_parallel import GroupSums, block_plan, shard_block, sums_of
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.flow import TaskFlow
@@ -205,12 +205,15 @@ def test_tied_weights_of_transformers_stay_whole() -> None:
     for tied in (False, True):
         blocks = causal_lm({**config, "tie_word_embeddings": tied})
         rules = [
-            name for b in (blocks[0], blocks[-1]) for name, r in b.tp_plan.items() if r == "vocab"
+            name
+            for block in (blocks[0], blocks[-1])
+            for name, rule in block_plan(block).items()
+            if rule == "vocab"
         ]
         assert rules == ([] if tied else ["before.model.embed_tokens", "after.lm_head"])
 
 
-BIG = {"blocks": 1, "width": 32, "heads": 4, "vocab": 20_500, "ffn": 64}
+BIG: dict[str, Any] = {"blocks": 1, "width": 32, "heads": 4, "vocab": 20_500, "ffn": 64}
 
 
 def _big() -> Workload:

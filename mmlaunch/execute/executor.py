@@ -390,7 +390,7 @@ class Executor:
             if own is None or sharded is None or not loss.inputs[0].takes_first_output:
                 value = module(*arguments)
             else:
-                value = sharded.of_shard(own.tokens, own.gather, *arguments)
+                value = sharded.of_shard(own.tokens, own.gather, *cast(Any, arguments))
         term = widened(value) * self._reductions.scale(loss, part.stop - part.start)
         if first:
             self._terms[loss.index].add_(term.detach())

@@ -103,13 +103,19 @@ def shard_block(
         layer.tp_sums = sums
         if style == "vocab":
             layer.tp_tokens = _tokens(cut["weight"].boxes, cut["weight"].full_shape)
-        if isinstance(layer, nn.Embedding):
+        layer.__class__ = _kind(layer, style)
+        if isinstance(layer, CutEmbedding):
+            layer.tp_name = name
             layer.padding_idx = _own_padding(layer.padding_idx, layer.tp_tokens)
-            layer.tp_name, layer.__class__ = name, CutEmbedding
-        else:
-            kinds = {"rowwise": _RowwiseLinear, "vocab": VocabularyLinear}
-            layer.__class__ = kinds.get(style, _ColwiseLinear)
     return shards
+
+
+def _kind(layer: nn.Module, style: ShardStyle) -> type[nn.Module]:
+    """The class of a layer that is cut."""
+    if isinstance(layer, nn.Embedding):
+        return CutEmbedding
+    kinds = {"rowwise": _RowwiseLinear, "vocab": VocabularyLinear}
+    return kinds.get(style, _ColwiseLinear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from mmplan.ragged import Ragged, samples_of
 # Past the checker, which takes the decorator's ctx for position-only.
 once = cast("Callable[[Any], Any]", once_differentiable)
 # Of [...] on each rank [ranks, ...].
-Gather = Callable[[Tensor], Tensor]
+GatherOverRanks = Callable[[Tensor], Tensor]
 Exchange = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
 
 
@@ -256,7 +256,7 @@ class TokenCrossEntropy(nn.Module):
     def of_shard(
         self,
         tokens: tuple[int, int, int],
-        gather: Gather,
+        gather: GatherOverRanks,
         logits: Tensor | Ragged,
         labels: Tensor | Ragged,
         lengths: Ragged | None = None,
@@ -328,7 +328,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         logits_NV: Tensor,
         target_N: Tensor,
         tokens: tuple[int, int, int],
-        gather: Gather,
+        gather: GatherOverRanks,
         ignore_index: int,
     ) -> Tensor:
         first, end, vocab = tokens
