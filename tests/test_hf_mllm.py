@@ -128,6 +128,7 @@ def ours_name(theirs: str) -> str:
 def test_rules_of_a_layer_come_from_the_configuration() -> None:
     rules: Any = hf.causal_lm(DECODERS["qwen2"])[0].tp_plan
     assert rules == {
+        "before.model.embed_tokens": "vocab",
         "layer.self_attn.q_proj": "colwise",
         "layer.self_attn.k_proj": "colwise",
         "layer.self_attn.v_proj": "colwise",
