@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from page import conditions, table, write_section
+from planning import with_fused_backwards
 
 from mmplan.errors import InfeasibleError
 from mmplan.planning import planner
@@ -76,7 +77,8 @@ def planned(
     model: str, profile: Path, devices: int, solver: str, options: argparse.Namespace
 ) -> Planned:
     """Plan a model, as ``mmplan solve --devices N --solver NAME``."""
-    workload = load_workload(workload_path(model)).model_copy(update={"batch": BATCHES[devices]})
+    workload = with_fused_backwards(load_workload(workload_path(model)))
+    workload = workload.model_copy(update={"batch": BATCHES[devices]})
     loaded, cluster = load_profile(profile), load_cluster(f"a800-{nodes(devices)}")
     began = time.perf_counter()
     plan, why_not = None, ""

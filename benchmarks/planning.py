@@ -10,7 +10,7 @@ from mmplan.profiling.measure import ROUNDS, measure_profile
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
-from mmplan.schema.workload import load_workload
+from mmplan.schema.workload import Workload, load_workload
 
 FOLDER = Path(__file__).parent
 
@@ -18,6 +18,17 @@ FOLDER = Path(__file__).parent
 def workload_path(name: str) -> Path:
     """A shipped workload's file."""
     return FOLDER / f"{name}.yaml"
+
+
+def with_fused_backwards(workload: Workload) -> Workload:
+    """The workload without split backwards, which baselines do not have."""
+    modules = {
+        name: spec.model_copy(
+            update={"plan": spec.plan.model_copy(update={"split_backward": False})}
+        )
+        for name, spec in workload.modules.items()
+    }
+    return workload.model_copy(update={"modules": modules})
 
 
 def profiled(name: str, folder: Path, *, rounds: int) -> Path:

@@ -67,7 +67,7 @@ def test_the_workload_may_force_or_forbid_it(tmp_path: Path) -> None:
     assert schedule(solved(tmp_path, split=True, top=1)) == (True, False)
     assert schedule(solved(tmp_path, split=True, solver="megatron")) == (True, False)
     assert schedule(solved(tmp_path, split=False)) == (False, False)
-    assert Pins().split_backward is False
+    assert Pins().split_backward == "auto"
 
 
 def test_the_formulas_optimum_and_baselines_have_whole_backwards(tmp_path: Path) -> None:

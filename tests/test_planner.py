@@ -125,7 +125,7 @@ def test_prediction_meets_the_formula_with_equal_stages(
 
 def test_programs_hold_the_micro_batches_that_memory_was_planned_for(tmp_path: Path) -> None:
     costs = profile({"a": module_profile(activation_bytes=1.0)}, 4, memory_bytes=7 / 4 + 1e-9)
-    pins = {"pp": 4, "dp": 1, "microbatch": 1}
+    pins = {"pp": 4, "dp": 1, "microbatch": 1, "split_backward": False}
     job = workload({"a": {"plan": pins}}, batch=12, sync_batch=4)
     plan = run_solve(tmp_path, job, costs)
     held = in_flight(compile_plan(plan))

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planning import with_fused_backwards
 from rich.progress import Progress
 
 from mmplan.costs.program_costs import ProgramCosts
@@ -217,8 +218,8 @@ def _make_plan(job: Job, folder: Path) -> None:
 
 
 def changed_workload(job: Job) -> Workload:
-    """The job's workload."""
-    workload = load_workload(PAPERS / f"{job.on.model}.yaml")
+    """The job's workload, with whole backwards as the papers' systems have them."""
+    workload = with_fused_backwards(load_workload(PAPERS / f"{job.on.model}.yaml"))
     if not job.changes:
         return workload
     document = workload.model_dump(mode="json", exclude_unset=True)

@@ -51,7 +51,7 @@ class Pins(Record):
     dp: Degrees | None = None
     microbatch: Degrees | None = None
     split_backward: Bool | Literal["auto"] = Field(
-        default=False,
+        default="auto",
         description="weight gradients after the input gradients are sent; auto: where it gains",
     )
 
