@@ -103,7 +103,7 @@ class _GroupSum:
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
         """Fill ``mine`` with this rank's part of the sum of ``full``."""
-        self._transport.start_reduce_scatter(mine, full, self._ranks).wait()
+        self._transport.reduce_scatter_flat(mine, full, self._ranks)
 
 
 class Session:

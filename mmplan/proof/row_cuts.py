@@ -129,8 +129,8 @@ def _sum(full: Tensor, group: str) -> Tensor:
     at = ROW_GROUPS[group]
     *lead, rows, width = full.shape
     most = -(-rows // at.count)
-    if rows == at.count * most and math.prod(lead) == 1:
-        sent = full.contiguous()
+    if rows == at.count * most:
+        sent = full.unflatten(-2, (at.count, most)).movedim(-3, 0).contiguous()
     else:
         sent = full.new_zeros((at.count, *lead, most, width))
         for index in range(at.count):
