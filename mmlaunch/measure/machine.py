@@ -219,7 +219,13 @@ class GroupComm:
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
         """Fill the flat ``mine`` with this process's part of the sum of ``full``."""
-        cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
+        if mine.is_cuda:
+            cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
+            return
+        # As a run does it.
+        parts = torch.empty_like(full)
+        cast(Any, dist).all_to_all_single(parts, full, group=self._group)
+        torch.sum(parts.view(self.count, -1), 0, out=mine)
 
 
 class NoComm:
