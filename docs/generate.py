@@ -158,8 +158,9 @@ and an error is one line. Files that are written keep the user's umask."""
 def solvers() -> Iterator[str]:
     """The solvers by file, in their own words, with their methods."""
     yield (
-        "## Solvers\n\n`--solver auto` simulates the best plans of all that apply and keeps the "
-        "fastest. `--method` chooses how a solver searches; its first method is the default."
+        "## Solvers\n\n`--solver auto` simulates the best plans of all that apply, and changes of "
+        "these, and keeps the fastest. `--method` chooses how a solver searches; its first method "
+        "is the default."
     )
     by_file: dict[str, list[str]] = {}
     known = SOLVERS | BASELINES

@@ -22,6 +22,7 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
+from mmplan.planning.neighbour_search import NeighbourSearch
 from mmplan.planning.order_search import best_order, order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.processes import rare_collections
@@ -39,6 +40,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import (
     Asked,
     FileReference,
+    NeighbourReport,
     Plan,
     PlanLoss,
     PlannedTask,
@@ -66,6 +68,7 @@ from mmplan.solvers.problem import (
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
 from mmplan.solvers.registry import UNIFORM, SearchProgress, solutions_of
+from mmplan.solvers.search_budget import NEIGHBOUR_BUDGETS, SearchBudget
 from mmplan.wording import counted, missing, rank_ranges, size
 
 # Straggler factors below it are not worth a note.
@@ -186,6 +189,8 @@ def solve(
         candidates = _CandidatePlans(request, files, training, asked, steps)
         solutions, left_out = solutions_of(request, solver, progress)
         plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
+        if solver == "auto" and top > 1:
+            plans += candidates.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
         ordinary = None if top == 1 else candidates.ordinary(plans)
         plan = candidates.choose(plans, left_out, trials, devices=wanted)
         return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
@@ -265,6 +270,7 @@ class _CandidatePlans:
         self._too_large: list[float] = []
         self._dropped: list[InvalidInputError] = []
         self._search_notes: list[str] = []
+        self._neighbours: NeighbourReport | None = None
         # Effort so far, in instructions.
         self._effort = 0
 
@@ -319,14 +325,7 @@ class _CandidatePlans:
         """The candidate's simulated plan, nothing where it does not fit or cannot run."""
         plan = self._plan(solution, candidate)
         try:
-            lowered = lower_plan(plan)
-            self._effort += INSTRUCTIONS_PER_PLAN + sum(
-                sum(stage.rounds) for stage in lowered.simulated_graph.stages
-            )
-            needed = memory_lower_bound(plan, self._costs_of(plan), lowered)
-            if needed <= self._memory_bytes:
-                plan = self._simulated(plan, lowered)
-                needed = peak_bytes(plan.predicted)
+            plan, needed = self._with_bytes(plan)
         except InvalidInputError as error:
             # Stage orders of this candidate may deadlock, or its tied blocks have several tp
             # degrees; other candidates may still run.
@@ -344,6 +343,75 @@ class _CandidatePlans:
             plan=plan,
             is_baseline=solution.solver in BASELINES,
         )
+
+    def _with_bytes(self, plan: Plan) -> tuple[Plan, float]:
+        """The bytes that a plan needs at least; of a simulated one, if that may fit, all of them.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
+        lowered = lower_plan(plan)
+        self._effort += INSTRUCTIONS_PER_PLAN + sum(
+            sum(stage.rounds) for stage in lowered.simulated_graph.stages
+        )
+        needed = memory_lower_bound(plan, self._costs_of(plan), lowered)
+        if needed > self._memory_bytes:
+            return plan, needed
+        plan = self._simulated(plan, lowered)
+        return plan, peak_bytes(plan.predicted)
+
+    def neighbours(
+        self, plans: Sequence[SimulatedPlan], *, budget_s: float
+    ) -> Iterator[SimulatedPlan]:
+        """A plan that is better than all others, and made from one by changes.
+
+        Args:
+            plans: simulated.
+            budget_s: seconds of a quiet core for simulating changes.
+        """
+        ranked = sorted(plans, key=merit)
+        first, budget = ranked[0].plan, SearchBudget(budget_s)
+        least_s = lower_bound(first, self._costs_of(first)).seconds
+        solution = Solution(
+            solver="neighbours",
+            method="simulation",
+            candidates=(),
+            formula_bound_s=least_s,
+            closed_form=False,
+        )
+
+        def trial(candidate: Candidate) -> Plan | None:
+            before = self._effort
+            try:
+                plan, needed = self._with_bytes(self._plan(solution, candidate))
+            except InvalidInputError:
+                return None
+            finally:
+                budget.spend((self._effort - before) / INSTRUCTIONS_PER_S)
+            return plan if needed <= self._memory_bytes else None
+
+        found = NeighbourSearch(
+            self._request,
+            trial=trial,
+            trial_s=self._effort / len(plans) / INSTRUCTIONS_PER_S,
+            budget=budget,
+            least_s=least_s,
+        ).run([item.plan for item in ranked])
+        gain = 1 - found.plan.predicted.iteration_s / first.predicted.iteration_s
+        self._neighbours = NeighbourReport(evaluations=found.evaluations, gain=gain)
+        if found.candidate is not None:
+            origin = next(item for item in ranked if item.plan is found.start)
+            note = (
+                f"changed in simulation from {origin.label}, which takes "
+                f"{origin.plan.predicted.iteration_s:.4g} s: {found.evaluations} plans were "
+                f"simulated, and the step takes {gain:.1%} less than the best of the solvers'"
+            )
+            step_s = found.plan.predicted.iteration_s
+            yield SimulatedPlan(
+                solution=replace(solution, notes=(note,)),
+                candidate=replace(found.candidate, objective_s=step_s),
+                plan=found.plan,
+            )
 
     def choose(
         self,
@@ -396,6 +464,7 @@ class _CandidatePlans:
                     *split_notes(best.plan, fused.plan),
                     *left_out,
                 ),
+                "neighbours": self._neighbours,
                 "largest_sync_batch": largest_of_all_tasks(self._request, best.plan.units),
                 "runners_up": (
                     *([runner_up(fused, FUSED)] if best.plan is not fused.plan else []),

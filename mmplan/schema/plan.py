@@ -91,6 +91,18 @@ class ScalingCurve(Record):
         return self
 
 
+class NeighbourReport(Record):
+    """How changes of the solvers' plans were tried in simulation.
+
+    Attributes:
+        evaluations: changed plans that were simulated.
+        gain: share of the step of the solvers' best plan that the best changed one saves.
+    """
+
+    evaluations: Index
+    gain: Float
+
+
 class SolverReport(Record):
     """How the plan was found and how good it is proven to be.
 
@@ -111,6 +123,7 @@ class SolverReport(Record):
         ordinary: the best plan that gives every module the same degrees, as training without
             a planner does; null where none fits, or only the formula's optimum was asked for.
         curves: of every MetaOp, where tasks were planned in waves.
+        neighbours: the search among changes of the solvers' plans; null where there was none.
         recompute_auto: modules whose recomputation the workload left to the plan.
         asked: to plan for other task sets in the same way.
     """
@@ -130,6 +143,7 @@ class SolverReport(Record):
     runners_up: tuple[RunnerUp, ...] = ()
     ordinary: RunnerUp | None = None
     curves: tuple[ScalingCurve, ...] = ()
+    neighbours: NeighbourReport | None = None
     recompute_auto: tuple[Str, ...] = ()
     asked: Asked | None = None
 

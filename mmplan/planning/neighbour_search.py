@@ -1,0 +1,740 @@
+"""Changes of a plan that are tried in simulation: what no formula of one solver sees.
+
+A *layout* is what such a change acts on: of each unit its degrees, micro-batch and lead, and which
+units share devices. The search starts from the layouts of the solvers' best plans. It tries those
+first of which an estimate promises most, and goes on from each that is about as good as the best
+so far: by one change, then by two, and with higher ZeRO stages where memory refused a layout.
+
+The estimate is that of a pipeline: the work of the busiest device, and the path of one micro-batch
+through all others. A layout whose busiest device alone takes as long as the best plan's step is not
+simulated.
+
+Shape suffixes used in this file: P = pipeline positions; R = devices of a group.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal, cast
+
+import numpy as np
+
+from mmplan.arrays import Floats
+from mmplan.planning.measured_trials import rounded
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.grid import RankGrid
+from mmplan.schema.plan import Plan, Schedule, ScheduleKind, Unit
+from mmplan.schema.workload import Pins
+from mmplan.solvers.cost_table import reduction_s
+from mmplan.solvers.partitioner import allowed_tensor_degrees, module_stages
+from mmplan.solvers.placement import make_unit, place_modules
+from mmplan.solvers.problem import Candidate, Problem, Request
+from mmplan.solvers.sample_split import cut, microbatch_sizes
+from mmplan.solvers.search_budget import SearchBudget
+
+# The best different layouts, from which the search starts. Chosen by hand, as all that follows.
+_STARTS = 3
+# The search goes on from layouts that take up to this times the best step.
+_NEAR = 1.02
+# Pairs of changes are looked at once this many layouts in a row gained nothing.
+_PATIENCE = 12
+# Forwards that a unit may run ahead of its consumer's need.
+_MOST_LEAD = 3
+_MOST_ZERO = 3
+# The search ends after so many layouts in a row that gained nothing.
+_GIVE_UP = 100
+# Estimates are paid for too: seconds of a quiet core.
+_ESTIMATE_S = 5e-5
+# Steps are equal but for rounding.
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """How a unit runs, wherever it stands.
+
+    Attributes:
+        size: samples of its largest micro-batch.
+        kept: the unit of a start whose blocks and micro-batches these are; None where they follow
+            from the rest.
+    """
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    size: int
+    kind: ScheduleKind
+    lead: int
+    kept: Unit | None = field(default=None, compare=False)
+
+    @property
+    def devices(self) -> int:
+        """Of the unit."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """What a neighbour is one change away from.
+
+    Attributes:
+        choices: of each unit.
+        groups: units that share devices, each from the group's first device on; ascending.
+        zero: ZeRO stage.
+    """
+
+    choices: tuple[UnitChoice, ...]
+    groups: tuple[tuple[int, ...], ...]
+    zero: int
+
+    def group_devices(self, group: Sequence[int]) -> int:
+        """Devices of a group: those of its largest unit."""
+        return max(self.choices[index].devices for index in group)
+
+    @property
+    def devices(self) -> int:
+        """Of all groups."""
+        return sum(map(self.group_devices, self.groups))
+
+    def group_of(self, index: int) -> tuple[int, ...]:
+        """The group of a unit."""
+        return next(group for group in self.groups if index in group)
+
+    def with_choices(self, changed: Mapping[int, UnitChoice]) -> PlanLayout:
+        """The layout with some units' choices changed."""
+        return replace(
+            self,
+            choices=tuple(changed.get(i, choice) for i, choice in enumerate(self.choices)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds of a unit's choice.
+
+    Attributes:
+        busy_s: [P], of each position's computes in a step.
+        slot_s: of one micro-batch on the busiest position, forward and backward.
+        through_s: of one micro-batch on all positions.
+        reduce_s: of its sums of gradients.
+    """
+
+    busy_s: Floats
+    slot_s: float
+    through_s: float
+    reduce_s: float
+
+
+class LayoutSpace:
+    """The layouts of a request, in which each module of each task is one unit.
+
+    Args:
+        request: whose tasks are planned.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        problems = [Problem(request=request, task=task) for task in request.tasks.values()]
+        several = len(problems) > 1
+        self.modules = [
+            (f"{own.task.name}.{module}" if several else module, own, module)
+            for own in problems
+            for module in own.task.modules
+        ]
+        at = {(own.task.name, module): i for i, (_, own, module) in enumerate(self.modules)}
+        self._producers = [
+            [at[own.task.name, p] for p in own.producers(module)] for _, own, module in self.modules
+        ]
+        self.cost = cache(self._cost)
+
+    # --- plans -----------------------------------------------------------------------
+
+    def layout_of(self, plan: Plan) -> PlanLayout | None:
+        """The layout that is most like a plan; None where a module is in several units."""
+        by_name = {(unit.task, unit.module): unit for unit in plan.units}
+        if len(by_name) < len(plan.units):
+            return None
+        own = [by_name[problem.task.name, module] for _, problem, module in self.modules]
+        groups: list[tuple[set[int], list[int]]] = []
+        for index, unit in enumerate(own):
+            ranks, members = set(unit.all_ranks), [index]
+            for other in [g for g in groups if g[0] & ranks]:
+                groups.remove(other)
+                ranks, members = ranks | other[0], members + other[1]
+            groups.append((ranks, members))
+        return PlanLayout(
+            choices=tuple(itertools.starmap(self._choice_of, enumerate(own))),
+            groups=tuple(sorted(tuple(sorted(members)) for _, members in groups)),
+            zero=plan.training.zero,
+        )
+
+    def _choice_of(self, index: int, unit: Unit) -> UnitChoice:
+        kind = unit.schedule.kind
+        if kind == "wave":
+            kind = "batch-sync" if self.modules[index][1].task.sync_batches else "1f1b"
+        return UnitChoice(
+            tp=unit.tp,
+            pp=unit.pp,
+            vpp=unit.vpp,
+            dp=unit.dp,
+            size=max(map(max, unit.microbatches)),
+            kind=kind,
+            lead=unit.schedule.lead,
+            kept=unit,
+        )
+
+    def units_of(self, layout: PlanLayout) -> tuple[Unit, ...] | None:
+        """Its units on their ranks; None where tensor-parallel groups would cross nodes."""
+        cluster = self._request.cluster
+        shapes = {str(group): self._shape(layout, group) for group in layout.groups}
+        places = place_modules(shapes, cluster=cluster, devices=self._request.devices)
+        if places is None:
+            return None
+        units: list[Unit] = []
+        for index, choice in enumerate(layout.choices):
+            start = places[str(layout.group_of(index))].members[0]
+            grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
+            if not _inside_nodes(grid, cluster):
+                return None
+            units.append(self._unit(index, choice, grid))
+        return tuple(units)
+
+    def _shape(self, layout: PlanLayout, group: Sequence[int]) -> tuple[int, int, int]:
+        """(dp, pp, tp) of a grid with room for a group."""
+        if len(group) == 1:
+            own = layout.choices[group[0]]
+            return own.dp, own.pp, own.tp
+        tp = max(layout.choices[index].tp for index in group)
+        return -(-layout.group_devices(group) // tp), 1, tp
+
+    def _unit(self, index: int, choice: UnitChoice, grid: RankGrid) -> Unit:
+        name, problem, module = self.modules[index]
+        schedule = Schedule(kind=choice.kind, lead=choice.lead)
+        if choice.kept is not None:
+            changes = {"name": name, "ranks": grid.ranks, "schedule": schedule}
+            return choice.kept.model_copy(update=changes)
+        unit = make_unit(
+            problem,
+            module,
+            grid=grid,
+            blocks=module_stages(problem, module, choice.pp * choice.vpp),
+            size=choice.size,
+            pinned=self._pins(index).microbatch is not None,
+            schedule=schedule,
+        )
+        return unit.model_copy(update={"name": name, "vpp": choice.vpp})
+
+    def _pins(self, index: int) -> Pins:
+        return self._request.workload.modules[self.modules[index][2]].plan
+
+    # --- estimates -------------------------------------------------------------------
+
+    def _cost(self, index: int, choice: UnitChoice) -> _Cost:
+        _, problem, module = self.modules[index]
+        costs = problem.module_costs(module)
+        own = costs.stages(module_stages(problem, module, choice.pp * choice.vpp))
+        share = -(-problem.round_samples // choice.dp)
+        sizes = cut(share, choice.size, pinned=self._pins(index).microbatch is not None)
+        values, counts = np.unique(np.array((*sizes, choice.size)), return_counts=True)
+        counts[-1] -= 1
+        dp = np.full(len(values), choice.dp)
+        forward, backward = (own.shares @ x for x in costs.seconds(choice.tp, values, dp))
+        chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
+        each_P = chunks[:, :, -1].sum(axis=0)
+        reduce_s = reduction_s(
+            self._request.cluster,
+            tp=choice.tp,
+            pp=choice.pp,
+            dp=choice.dp,
+            num_bytes=float(own.trained.max())
+            * choice.vpp
+            / choice.tp
+            * problem.costs.gradient_bytes,
+            backward_s=float(backward[:, -1].sum()) / choice.pp,
+        )
+        return _Cost(
+            busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
+            slot_s=float(each_P.max()),
+            through_s=float(each_P.sum()) / choice.vpp,
+            reduce_s=float(reduce_s),
+        )
+
+    def busiest_s(self, layout: PlanLayout) -> float:
+        """Seconds of the computes of the device that has most of them."""
+        return max(self._busy_s(layout, group) for group in layout.groups)
+
+    def _busy_s(self, layout: PlanLayout, group: Sequence[int]) -> float:
+        if len(group) == 1:
+            return float(self.cost(group[0], layout.choices[group[0]]).busy_s.max())
+        total_R = np.zeros(layout.group_devices(group))
+        for index in group:
+            choice = layout.choices[index]
+            busy_s = self.cost(index, choice).busy_s
+            total_R[: choice.devices] += np.tile(np.repeat(busy_s, choice.tp), choice.dp)
+        return float(total_R.max())
+
+    def estimate_s(self, layout: PlanLayout) -> float:
+        """About what a step takes; for comparing neighbours."""
+        own = [self.cost(index, choice) for index, choice in enumerate(layout.choices)]
+        into, after = [0.0] * len(own), [0.0] * len(own)
+        consumers: list[tuple[int, int]] = []
+        for index, producers in enumerate(self._producers):
+            consumers += [(index, producer) for producer in producers]
+        for consumer, producer in consumers:
+            wait = into[producer] + self._passing_s(layout, own, producer, consumer)
+            into[consumer] = max(into[consumer], wait)
+        for consumer, producer in reversed(consumers):
+            wait = after[consumer] + own[consumer].through_s
+            after[producer] = max(after[producer], wait)
+        ends: list[float] = []
+        for group in layout.groups:
+            path_s = max(into[i] + own[i].through_s + after[i] for i in group)
+            fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
+            reduce_s = max(own[i].reduce_s for i in group)
+            ends.append(self._busy_s(layout, group) + fill_s + reduce_s)
+        return max(ends)
+
+    def _passing_s(
+        self, layout: PlanLayout, own: Sequence[_Cost], producer: int, consumer: int
+    ) -> float:
+        """Until a producer has made what the consumer's first micro-batches need."""
+        first, then = layout.choices[producer], layout.choices[consumer]
+        needed = max(1.0, then.dp * then.size / (first.dp * first.size))
+        return own[producer].through_s + (needed - 1) * own[producer].slot_s
+
+    # --- neighbours ------------------------------------------------------------------
+
+    def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Layouts one change away that the devices and the workload's pins allow."""
+        changes = itertools.chain(
+            self._of_units(layout),
+            self._of_all_sizes(layout),
+            self._moved_devices(layout),
+            self._merged(layout),
+            self._split(layout),
+            self._alike(layout),
+        )
+        for other in changes:
+            if other.devices <= self._request.devices:
+                yield _with_usual_leads(other)
+
+    def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Layouts two changes away: of groups and then any, or of different units."""
+        for other in itertools.chain(self._merged(layout), self._split(layout)):
+            yield from self.neighbours(other)
+        single = [list(self._choices_near(i, layout)) for i in range(len(layout.choices))]
+        for first, second in itertools.combinations(range(len(single)), 2):
+            for one, other in itertools.product(single[first], single[second]):
+                changed = layout.with_choices({first: one, second: other})
+                if changed.devices <= self._request.devices:
+                    yield _with_usual_leads(changed)
+
+    def _of_units(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        for index in range(len(layout.choices)):
+            for choice in self._choices_near(index, layout):
+                yield layout.with_choices({index: choice})
+
+    def _choices_near(self, index: int, layout: PlanLayout) -> Iterator[UnitChoice]:
+        """Other degrees on about as many devices, other sizes."""
+        choice = layout.choices[index]
+        free = self._request.devices - layout.devices
+        room = layout.group_devices(layout.group_of(index)) + free
+        yield from self._degrees_near(index, choice, room)
+        yield from self._sizes_near(index, choice)
+
+    def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
+        _, problem, module = self.modules[index]
+        tps = _beside(allowed_tensor_degrees(problem, module), choice.tp)
+        pps = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
+        shapes: list[tuple[int, int, int]] = []
+        for tp, pp in itertools.product(tps, sorted(pps)):
+            if pp > 0:
+                same = {choice.devices // (tp * pp), room // (tp * pp), choice.dp}
+                if (tp, pp) == (choice.tp, choice.pp):
+                    same |= {choice.dp - 1, choice.dp + 1, choice.dp // 2, 2 * choice.dp}
+                shapes += [(tp, pp, dp) for dp in sorted(same) if tp * pp * dp <= room]
+        # With the same samples at once in a replica or in all, and half of these for less memory.
+        found = [
+            *(
+                self._with(index, choice, tp=tp, pp=pp, dp=dp, size=size)
+                for tp, pp, dp in shapes
+                for size in self._sizes_of(choice, dp)
+            ),
+            *(self._with(index, choice, vpp=v) for v in (choice.vpp - 1, choice.vpp + 1)),
+        ]
+        yield from (other for other in dict.fromkeys(found) if other is not None)
+
+    def _with(
+        self,
+        index: int,
+        choice: UnitChoice,
+        *,
+        tp: int | None = None,
+        pp: int | None = None,
+        dp: int | None = None,
+        vpp: int | None = None,
+        size: int | None = None,
+    ) -> UnitChoice | None:
+        """The choice with other degrees; None where these are not allowed, or its own."""
+        _, problem, module = self.modules[index]
+        tp, pp, dp = tp or choice.tp, pp or choice.pp, choice.dp if dp is None else dp
+        vpp, blocks = choice.vpp if vpp is None else vpp, problem.blocks(module)
+        if pp == 1 and choice.pp > 1:
+            vpp = 1
+        if not (1 <= dp <= problem.round_samples and vpp >= 1 and 1 <= pp * vpp <= blocks):
+            return
+        kind = choice.kind
+        if vpp > 1 and (pp == 1 or problem.task.sync_batches):
+            return None
+        if not problem.task.sync_batches:
+            kind = "interleaved" if vpp > 1 else "1f1b"
+        pins = self._pins(index)
+        share = -(-problem.round_samples // dp)
+        size = min(size or choice.size, share)
+        degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": size}
+        if not all(pins.allows(name, value) for name, value in degrees.items()):
+            return None
+        changed = UnitChoice(tp=tp, pp=pp, vpp=vpp, dp=dp, size=size, kind=kind, lead=choice.lead)
+        return None if changed == choice else changed
+
+    def _sizes_of(self, choice: UnitChoice, dp: int) -> list[int]:
+        scaled = -(-choice.size * choice.dp // max(1, dp))
+        return sorted({choice.size, scaled, -(-choice.size // 2), -(-scaled // 2)})
+
+    def _sizes_near(self, index: int, choice: UnitChoice) -> Iterator[UnitChoice]:
+        problem = self.modules[index][1]
+        share = -(-problem.round_samples // choice.dp)
+        sizes = list(microbatch_sizes(share, self._pins(index)))
+        smaller, larger = (
+            [s for s in sizes if s < choice.size],
+            [s for s in sizes if s > choice.size],
+        )
+        for size in (*smaller[-2:], *larger[:2]):
+            if other := self._with(index, choice, size=size):
+                yield other
+
+    def _of_all_sizes(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """All units with the same number of micro-batches."""
+        counts = {
+            -(-self.modules[i][1].round_samples // (choice.dp * choice.size))
+            for i, choice in enumerate(layout.choices)
+        }
+        near = {n + d for n in counts for d in (-1, 0, 1)} | {2 * n for n in counts}
+        for count in sorted(near | {n // 2 for n in counts}):
+            changed: dict[int, UnitChoice] = {}
+            for index, choice in enumerate(layout.choices) if count else ():
+                share = -(-self.modules[index][1].round_samples // choice.dp)
+                size = -(-share // min(count, share))
+                if other := self._with(index, choice, size=size):
+                    changed[index] = other
+            if changed:
+                yield layout.with_choices(changed)
+
+    def _on_devices(self, index: int, choice: UnitChoice, devices: int) -> UnitChoice | None:
+        """The choice that is most like one, on so many devices."""
+        for tp, pp in ((choice.tp, choice.pp), (choice.tp, 1), (1, 1)):
+            if dp := devices // (tp * pp):
+                dp = min(dp, self.modules[index][1].round_samples)
+                # The same samples go through all replicas at once.
+                size = max(1, choice.size * choice.dp // dp)
+                if (tp, pp, dp) == (choice.tp, choice.pp, choice.dp):
+                    return choice
+                return self._with(index, choice, tp=tp, pp=pp, dp=dp, size=size)
+        return None
+
+    def _resized(
+        self, layout: PlanLayout, sizes: Mapping[tuple[int, ...], int]
+    ) -> PlanLayout | None:
+        """Some groups on so many devices; None where a unit can have no such number."""
+        changed: dict[int, UnitChoice] = {}
+        for group, devices in sizes.items():
+            own = layout.group_devices(group)
+            for index in group:
+                choice = layout.choices[index]
+                if choice.devices == own or choice.devices > devices:
+                    other = self._on_devices(index, choice, devices)
+                    if other is None:
+                        return None
+                    changed[index] = other
+        return layout.with_choices(changed)
+
+    def _moved_devices(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A few devices from one group to another."""
+        for source, target in itertools.permutations(layout.groups, 2):
+            own, other = layout.group_devices(source), layout.group_devices(target)
+            for number in sorted({1, 2, self._step(layout, source), self._step(layout, target)}):
+                if number < own:
+                    sizes = {source: own - number, target: other + number}
+                    if moved := self._resized(layout, sizes):
+                        yield moved
+
+    def _step(self, layout: PlanLayout, group: Sequence[int]) -> int:
+        """Devices of a replica of a group's largest unit."""
+        return max(layout.choices[i].tp * layout.choices[i].pp for i in group)
+
+    def _merged(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Two groups on the devices of both, or the smaller one nested in the larger."""
+        for first, second in itertools.combinations(layout.groups, 2):
+            rest = [g for g in layout.groups if g not in (first, second)]
+            groups = tuple(sorted([*rest, tuple(sorted(first + second))]))
+            nested = replace(layout, groups=groups)
+            yield nested
+            devices = layout.group_devices(first) + layout.group_devices(second)
+            changed: dict[int, UnitChoice] = {}
+            for index in first + second:
+                if other := self._on_devices(index, layout.choices[index], devices):
+                    changed[index] = other
+            yield nested.with_choices(changed)
+
+    def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """The same layout with other leads, or a ZeRO stage less if the workload allows it."""
+        if layout.zero > self._request.workload.train.zero:
+            yield replace(layout, zero=layout.zero - 1)
+        for index, choice in enumerate(layout.choices):
+            for lead in (choice.lead - 1, choice.lead + 1):
+                if POLICIES[choice.kind].runs_ahead and 0 <= lead <= _MOST_LEAD:
+                    yield layout.with_choices({index: replace(choice, lead=lead)})
+
+    def _alike(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A group's units, or all on all devices, with one tensor-parallel degree."""
+        everything = tuple(range(len(layout.choices)))
+        for group in dict.fromkeys((*layout.groups, everything)):
+            whole = group == everything
+            devices = self._request.devices if whole else layout.group_devices(group)
+            groups = (everything,) if whole else layout.groups
+            ways = itertools.product(self._degrees_of(group), (None, 1))
+            for tp, size in ways if len(group) > 1 else ():
+                dp, changed = devices // tp, dict[int, UnitChoice]()
+                for index in group if dp else ():
+                    choice = layout.choices[index]
+                    own = min(dp, self.modules[index][1].round_samples)
+                    if other := self._with(index, choice, tp=tp, pp=1, dp=own, size=size):
+                        changed[index] = other
+                if changed:
+                    yield replace(layout.with_choices(changed), groups=groups)
+
+    def _degrees_of(self, group: Sequence[int]) -> list[int]:
+        """Tensor-parallel degrees that all units of a group may have."""
+        each = [allowed_tensor_degrees(*self.modules[index][1:]) for index in group]
+        return sorted(set.intersection(*map(set, each)))
+
+    def _split(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """One unit of a group on devices of its own: idle ones, or some of the group's."""
+        free = self._request.devices - layout.devices
+        for group in layout.groups:
+            for index in group if len(group) > 1 else ():
+                stay = tuple(i for i in group if i != index)
+                rest = [g for g in layout.groups if g != group]
+                apart = replace(layout, groups=tuple(sorted([*rest, stay, (index,)])))
+                total = layout.group_devices(group) + free
+                busy = [self.cost(i, layout.choices[i]) for i in group]
+                work = [
+                    b.busy_s.sum() * layout.choices[i].devices
+                    for b, i in zip(busy, group, strict=True)
+                ]
+                fair = round(total * work[group.index(index)] / (sum(work) or 1.0))
+                for number in sorted({n for n in (fair - 1, fair, fair + 1) if 0 < n < total}):
+                    sizes = {stay: total - number, (index,): number}
+                    if moved := self._resized(apart, sizes):
+                        yield moved
+
+
+def _with_usual_leads(layout: PlanLayout) -> PlanLayout:
+    """The layout with a lead where a unit waits for others of its group, and none where it cannot.
+
+    Units with the same degrees and sizes hand their outputs on without a message, one by one.
+    """
+    changed: dict[int, UnitChoice] = {}
+    for group in layout.groups:
+        own = [layout.choices[index] for index in group]
+        alike = len({(c.tp, c.dp, c.size) for c in own}) == 1 and all(c.pp == 1 for c in own)
+        for index, choice in zip(group, own, strict=True):
+            lead = 0 if alike and len(group) > 1 else max(choice.lead, 1)
+            if lead != choice.lead:
+                changed[index] = replace(choice, lead=lead)
+    return layout.with_choices(changed)
+
+
+def _beside(values: Sequence[int], value: int) -> list[int]:
+    """A value of an ascending list, and those next to it."""
+    smaller, larger = [v for v in values if v < value], [v for v in values if v > value]
+    return [*smaller[-1:], value, *larger[:1]]
+
+
+def _inside_nodes(grid: RankGrid, cluster: Cluster) -> bool:
+    """Whether each tensor-parallel group is on one node."""
+    return all(
+        cluster.node_of(ranks[0]) == cluster.node_of(ranks[-1]) for _, _, ranks in grid.groups()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """What a search found.
+
+    Attributes:
+        plan: the best: a start, or one that is better than all of them.
+        start: that the best was reached from.
+        candidate: the units of the best; None where it is a start.
+        evaluations: layouts that were simulated.
+    """
+
+    plan: Plan
+    start: Plan
+    candidate: Candidate | None = None
+    evaluations: int = 0
+
+
+class NeighbourSearch:
+    """Tries the layouts that promise most, until its budget ends or nothing more is gained.
+
+    Args:
+        request: whose plans these are.
+        trial: the simulated plan of a candidate; None where it does not fit or cannot run. It
+            spends from the budget what it takes.
+        trial_s: seconds of a quiet core that a trial takes about.
+        budget: of the whole search.
+        least_s: no plan takes less.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        trial: Callable[[Candidate], Plan | None],
+        trial_s: float,
+        budget: SearchBudget,
+        least_s: float,
+    ) -> None:
+        self._request, self._trial, self._budget = request, trial, budget
+        self._least_s = least_s
+        self._space = LayoutSpace(request)
+        self._seen: set[PlanLayout] = set()
+        self._heap: list[tuple[float, int, PlanLayout, float, Plan]] = []
+        # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
+        # differ in what nothing waits for.
+        self._expanded: set[float] = set()
+        self._refused: list[PlanLayout] = []
+        self._evaluations = 0
+        # No trial is begun for which too little is left.
+        self._longest_s = trial_s
+
+    def run(self, starts: Sequence[Plan]) -> Neighbours:
+        """The best plan that changes of some others lead to.
+
+        Args:
+            starts: simulated, best first; one at least.
+        """
+        best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        # Whose pairs of changes are still to come.
+        around = self._begin(starts)
+        while self._goes_on(best.plan, in_vain):
+            if around is not None and (in_vain >= _PATIENCE or not self._heap):
+                others = itertools.chain(self._cut_further(), self._space.pairs(around))
+                self._push(others, around, best.plan, best.start, math.inf)
+                around = None
+            if not self._heap:
+                break
+            _, _, layout, limit_s, start = heapq.heappop(self._heap)
+            if self._space.busiest_s(layout) >= best.plan.predicted.iteration_s:
+                continue
+            in_vain += 1
+            candidate = self._candidate(layout, start)
+            plan = None if candidate is None else self._evaluated(candidate)
+            if plan is None:
+                self._refused.append(layout)
+                continue
+            if _merit(plan) < _merit(best.plan):
+                best = Neighbours(plan=plan, start=start, candidate=candidate)
+                around, in_vain = layout, 0
+            step_s = rounded(plan.predicted.iteration_s)
+            is_near = step_s <= _NEAR * best.plan.predicted.iteration_s
+            if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
+                self._expand(layout, plan, start)
+        return replace(best, evaluations=self._evaluations)
+
+    def _begin(self, starts: Sequence[Plan]) -> PlanLayout | None:
+        """Look around the best different starts; the layout of the first, where it has one."""
+        layouts: dict[PlanLayout, Plan] = {}
+        for start in starts:
+            layout = self._space.layout_of(start)
+            if layout is not None and len(layouts) < _STARTS:
+                layouts.setdefault(layout, start)
+        for layout, start in layouts.items():
+            self._seen.add(layout)
+            if start.waves or self._space.units_of(layout) != start.units:
+                self._add(layout, 0.0, math.inf, start)
+            self._expand(layout, start, start)
+        return next((own for own, start in layouts.items() if start is starts[0]), None)
+
+    def _goes_on(self, best: Plan, in_vain: int) -> bool:
+        may_gain = best.predicted.iteration_s > self._least_s * _SAME
+        return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
+
+    def _cut_further(self) -> Iterator[PlanLayout]:
+        """Layouts that did not fit, with ZeRO stages that may."""
+        for layout in self._refused:
+            for zero in range(layout.zero + 1, _MOST_ZERO + 1):
+                yield replace(layout, zero=zero)
+        self._refused.clear()
+
+    def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
+        """Try what is one change away: leads that gain nothing lead nowhere."""
+        self._expanded.add(rounded(plan.predicted.iteration_s))
+        self._push(self._space.neighbours(layout), layout, plan, start, math.inf)
+        self._push(self._space.tuned(layout), layout, plan, start, plan.predicted.iteration_s)
+
+    def _push(
+        self,
+        others: Iterable[PlanLayout],
+        layout: PlanLayout,
+        plan: Plan,
+        start: Plan,
+        limit_s: float,
+    ) -> None:
+        """Layouts to try later, those first that should take least.
+
+        Args:
+            others: two changes at most from ``layout``.
+            limit_s: the search goes on from those that take less.
+        """
+        scale = plan.predicted.iteration_s / self._space.estimate_s(layout)
+        # Most of the budget is for trials.
+        budget = self._budget.part(self._budget.left_s / 4)
+        for other in others:
+            if budget.is_over:
+                return
+            if other not in self._seen:
+                self._seen.add(other)
+                budget.spend(_ESTIMATE_S)
+                self._add(other, scale * self._space.estimate_s(other), limit_s, start)
+
+    def _add(self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan) -> None:
+        item = rounded(expected_s), len(self._seen), layout, limit_s, start
+        heapq.heappush(self._heap, item)
+
+    def _candidate(self, layout: PlanLayout, start: Plan) -> Candidate | None:
+        units = self._space.units_of(layout)
+        if units is None:
+            return None
+        zero = cast("Literal[0, 1, 2, 3]", layout.zero)
+        return Candidate(units=units, objective_s=0.0, in_turn=start.in_turn, zero=zero)
+
+    def _evaluated(self, candidate: Candidate) -> Plan | None:
+        left_s = self._budget.left_s
+        plan = self._trial(candidate)
+        self._evaluations += 1
+        self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
+        return plan
+
+
+def _merit(plan: Plan) -> tuple[float, int]:
+    """Less is better: the step, then its device-seconds."""
+    return rounded(plan.predicted.iteration_s), plan.predicted.devices_used

@@ -1,0 +1,228 @@
+"""Plans of ``auto`` beside all plans there are of small workloads, in simulation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from mmplan.costs.cost_model import CostModel
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning import planner
+from mmplan.planning.neighbour_search import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.program.checks.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.schema.faults import plan_faults
+from mmplan.schema.plan import FileReference, Plan, PlannedTraining, Prediction, SolverReport
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.simulation.symmetry import predict
+from mmplan.solvers.partitioner import allowed_tensor_degrees
+from mmplan.solvers.problem import Request
+from tests.solving import module_profile, profile, run_solve, workload
+
+# Larger spaces take minutes to enumerate.
+MOST_LAYOUTS = 2_500
+NO_FILE = FileReference(path="", sha256="")
+NO_REPORT = SolverReport(
+    name="test", method="test", seconds=0, objective_s=0, formula_bound_s=0, formula_gap=0
+)
+
+
+def small_job(seed: int) -> tuple[Workload, Profile]:
+    """A chain or towers of up to four modules on up to six devices, often short of memory."""
+    rng = random.Random(seed)
+    names = "abcd"[: rng.choice([1, 2, 2, 3, 4])]
+    devices = rng.randint(1, 6) if len(names) < 3 else rng.randint(1, 4)
+    modules = {
+        name: module_profile(
+            float(rng.randint(1, 8)),
+            float(rng.randint(1, 16)),
+            fixed_s=rng.choice([0.0, 0.5, 2.0]),
+            blocks=rng.randint(1, 3),
+            tp={1: 1.0, 2: rng.uniform(1.1, 2)} if devices > 1 else {1: 1.0},
+            parameters=float(rng.randint(1, 40)),
+            activation_bytes=float(rng.randint(0, 90)),
+            output_bytes_per_sample=float(rng.randint(1, 5)),
+            boundary_bytes_per_sample=float(rng.randint(1, 5)),
+        )
+        for name in names
+    }
+    specs: dict[str, dict[str, Any]] = {name: {} for name in names}
+    losses: dict[str, Any] | None = None
+    if len(names) == 1 or rng.random() < 0.5:
+        specs |= {then: {"inputs": [name]} for name, then in itertools.pairwise(names)}
+        losses = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": [names[-1], "y"]}}
+    job = workload(
+        specs, batch=rng.choice([2, 3, 4, 6]), losses=losses, train={"zero": rng.choice([0, 1])}
+    )
+    costs = profile(
+        modules,
+        devices,
+        per_node=rng.choice([2, devices]),
+        memory_bytes=float(rng.choice([400, 800, 1500, 1e9])),
+        inter={"latency_s": 0.25, "bandwidth_bytes_per_s": 16.0},
+        intra={"latency_s": 0.1, "bandwidth_bytes_per_s": 64.0},
+    )
+    return job, costs
+
+
+class Enumeration:
+    """All layouts of a job: groups of modules x tp, pp, dp and micro-batch of each."""
+
+    def __init__(self, job: Workload, costs: Profile) -> None:
+        self.cluster, self.training = costs.cluster, PlannedTraining(zero=job.train.zero)
+        self.costs = CostModel(costs, self.cluster, self.training)
+        self.request = Request(
+            workload=job,
+            tasks=resolve_tasks(job),
+            costs=self.costs,
+            cluster=self.cluster,
+            devices=self.cluster.num_devices,
+        )
+        self.space = LayoutSpace(self.request)
+        self.tasks = planner.planned_tasks(self.request)
+
+    def layouts(self) -> Iterator[PlanLayout]:
+        indices = range(len(self.space.modules))
+        choices = [list(self._choices(index)) for index in indices]
+        for groups in partitions(list(indices)):
+            for chosen in itertools.product(*choices):
+                layout = PlanLayout(choices=chosen, groups=groups, zero=self.training.zero)
+                if layout.devices <= self.request.devices:
+                    yield layout
+
+    def _choices(self, index: int) -> Iterator[UnitChoice]:
+        _, problem, module = self.space.modules[index]
+        devices, samples = self.request.devices, problem.round_samples
+        kind = "batch-sync" if problem.task.sync_batches else "1f1b"
+        for tp in allowed_tensor_degrees(problem, module):
+            for pp in range(1, min(devices // tp, problem.blocks(module)) + 1):
+                for dp in range(1, min(devices // (tp * pp), samples) + 1):
+                    share = -(-samples // dp)
+                    for size in {-(-share // count) for count in range(1, share + 1)}:
+                        yield UnitChoice(tp=tp, pp=pp, vpp=1, dp=dp, size=size, kind=kind, lead=1)
+
+    def shortest_s(self, layouts: Sequence[PlanLayout]) -> float | None:
+        """The shortest step of those that fit the memory, with leads of 1 or none."""
+        best_s: float | None = None
+        for layout in sorted(layouts, key=self.space.busiest_s):
+            if best_s is not None and self.space.busiest_s(layout) >= best_s:
+                break
+            for lead in (0, 1):
+                led = tuple(replace(choice, lead=lead) for choice in layout.choices)
+                step_s = self._step_s(replace(layout, choices=led))
+                if step_s is not None and (best_s is None or step_s < best_s):
+                    best_s = step_s
+        return best_s
+
+    def _step_s(self, layout: PlanLayout) -> float | None:
+        units = self.space.units_of(layout)
+        if units is None:
+            return None
+        plan = Plan(
+            name="test",
+            workload=NO_FILE,
+            profile=NO_FILE,
+            cluster=self.cluster,
+            devices=self.request.devices,
+            training=self.training,
+            tasks=self.tasks,
+            solver=NO_REPORT,
+            units=units,
+            losses=planner.placed_losses(self.request, units),
+            predicted=Prediction(iteration_s=0, samples_per_s=0),
+        )
+        try:
+            predicted = predict(plan, self.costs)
+        except InvalidInputError:
+            return None
+        fits = max(predicted.memory_bytes) <= self.cluster.device.memory_bytes
+        return predicted.iteration_s if fits else None
+
+
+def partitions(items: list[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to put items into groups."""
+    if not items:
+        yield ()
+        return
+    for rest in partitions(items[1:]):
+        yield tuple(sorted(((items[0],), *rest)))
+        for group in rest:
+            others = [other for other in rest if other != group]
+            yield tuple(sorted(((items[0], *group), *others)))
+
+
+def regret(folder: Path, seed: int) -> float | None:
+    """What auto's step takes more than the shortest; None where nothing fits or too much is."""
+    job, costs = small_job(seed)
+    whole = Enumeration(job, costs)
+    layouts = list(itertools.islice(whole.layouts(), MOST_LAYOUTS + 1))
+    if len(layouts) > MOST_LAYOUTS:
+        return None
+    shortest_s = whole.shortest_s(layouts)
+    if shortest_s is None:
+        return None
+    try:
+        plan = run_solve(folder, job, costs)
+    except InfeasibleError as error:
+        raise AssertionError(f"job {seed}: {shortest_s} s is possible") from error
+    return plan.predicted.iteration_s / shortest_s - 1
+
+
+def test_auto_is_as_good_as_all_small_plans(tmp_path: Path) -> None:
+    """Of job 7 no solver has the best plan: the search finds it."""
+    found = [regret(tmp_path, seed) for seed in (2, 7, 14, 44)]
+    assert all(value is not None and value < 0.01 for value in found), found
+    _, costs = small_job(7)
+    plan = run_solve(tmp_path, *small_job(7))
+    assert plan.solver.name == "neighbours"
+    report = plan.solver.neighbours
+    assert report is not None
+    assert report.gain > 0.02
+    assert report.evaluations >= 10
+    assert max(plan.predicted.memory_bytes) <= costs.cluster.device.memory_bytes
+    assert not plan_faults(plan)
+    assert not check_program(compile_plan(plan))
+
+
+@pytest.mark.slow
+def test_auto_is_near_the_shortest_of_all_small_plans(tmp_path: Path) -> None:
+    found = [value for seed in range(150) if (value := regret(tmp_path, seed)) is not None]
+    assert len(found) >= 80
+    assert median(found) <= 0.01
+    assert max(found) <= 0.05
+
+
+def test_a_search_without_budget_changes_nothing(tmp_path: Path) -> None:
+    plan = run_solve(tmp_path, *small_job(7), budget_s=0.0)
+    assert plan.solver.name != "neighbours"
+    report = plan.solver.neighbours
+    assert report is not None
+    assert (report.evaluations, report.gain) == (0, 0.0)
+
+
+def plan_text(folder: Path, seed: int) -> str:
+    plan = run_solve(folder, *small_job(seed))
+    report = plan.solver.model_copy(update={"seconds": 0.0})
+    return plan.model_copy(update={"solver": report}).model_dump_json()
+
+
+@pytest.mark.slow
+def test_a_busy_machine_finds_the_same_plan(tmp_path: Path) -> None:
+    quiet = plan_text(tmp_path, 7)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    try:
+        assert plan_text(tmp_path, 7) == quiet
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
