@@ -242,8 +242,10 @@ def test_auto_finds_the_plan_that_waves_alone_have(tmp_path: Path) -> None:
     for solver in ("distmm", "colocated"):
         with pytest.raises(InfeasibleError):
             run_solve(tmp_path, job, costs, solver=solver)
+    waves = run_solve(tmp_path, job, costs, solver="mpsp")
     plan = run_solve(tmp_path, job, costs)
-    assert plan.solver.name == "mpsp"
+    assert plan.solver.name == "neighbours"
+    assert plan.predicted.iteration_s < waves.predicted.iteration_s
     check_plan(plan, 120)
 
 
