@@ -1,6 +1,6 @@
 """Every workload of the three papers, planned and simulated under every system.
 
-    python benchmarks/reproduce.py [--parts contrastive,chains,multitask] [--folder DIR]
+    python benchmarks/reproduce.py [--parts contrastive,chains,multitask,stated] [--folder DIR]
 
 Writes docs/reproduction.md and its pictures. Plans are kept in --folder (runs/reproduce), so
 that an interrupted run goes on where it was. What goes in are the papers' configurations and
@@ -15,13 +15,18 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from reproduction import chains, contrastive, multitask
+from reproduction import chains, contrastive, multitask, stated
 from reproduction.jobs import ROOT, run
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import write_text
 
-PARTS = {"contrastive": contrastive, "chains": chains, "multitask": multitask}
+PARTS = {
+    "contrastive": contrastive,
+    "chains": chains,
+    "multitask": multitask,
+    "stated": stated,
+}
 PAGE = ROOT / "docs" / "reproduction.md"
 INTRODUCTION = """# The papers' workloads, planned and simulated
 
