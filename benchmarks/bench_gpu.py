@@ -38,7 +38,7 @@ from mmlaunch.measure.clocks import clock_of
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.session.session import Session
 from mmplan.profiling.measure import measure_profile
-from mmplan.profiling.worker import ProfileSetting, ProfileState, measure_points
+from mmplan.profiling.worker import ProfileSetting, ProfileState, Worker, measure_points
 from mmplan.schema.base import save_document
 from mmplan.schema.factories import build_module
 from mmplan.schema.plan import Plan
@@ -171,7 +171,8 @@ def heldout(setting: Setting, folder: Path) -> dict[str, Any]:
         | {"microbatch": size, "blocks": setting.blocks}
         for size in sizes
     ]
-    found = measure_points(job, points, ProfileState(folder / "heldout"))
+    with Worker() as worker:
+        found = measure_points(job, points, ProfileState(folder / "heldout"), worker)
     fit = profile.fits.modules["front"]["1"]
     return {
         "sizes": sizes,
