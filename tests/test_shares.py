@@ -362,7 +362,7 @@ def two_stages(folder: Path, *, samples: int, **more: Any) -> Plan:
         20.0, 40.0, blocks=2, tp={2: 1.0}, boundary_bytes_per_sample=SIZE, output_bytes_per_sample=0
     )
     costs = profile({"v": module}, 4, per_node=2, inter=BETWEEN, intra=INSIDE)
-    pins = {"plan": {"pp": 2, "dp": 1, "microbatch": 1}}
+    pins = {"plan": {"pp": 2, "dp": 1, "microbatch": 1, "split_backward": False}}
     return run_solve(folder, workload({"v": pins}, batch=samples), costs, **more)
 
 

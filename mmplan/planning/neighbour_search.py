@@ -153,6 +153,7 @@ class LayoutSpace:
             [at[own.task.name, p] for p in own.producers(module)] for _, own, module in self.modules
         ]
         self.cost = cache(self._cost)
+        self.tensor_degrees = cache(self._tensor_degrees)
 
     # --- plans -----------------------------------------------------------------------
 
@@ -230,6 +231,10 @@ class LayoutSpace:
             schedule=schedule,
         )
         return unit.model_copy(update={"name": name, "vpp": choice.vpp})
+
+    def _tensor_degrees(self, index: int) -> list[int]:
+        """Those that a module's profile has and its pins allow."""
+        return allowed_tensor_degrees(*self.modules[index][1:])
 
     def _pins(self, index: int) -> Pins:
         return self._request.workload.modules[self.modules[index][2]].plan
@@ -350,8 +355,7 @@ class LayoutSpace:
         yield from self._sizes_near(index, choice)
 
     def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
-        _, problem, module = self.modules[index]
-        tps = _beside(allowed_tensor_degrees(problem, module), choice.tp)
+        tps = _beside(self.tensor_degrees(index), choice.tp)
         pps = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
         shapes: list[tuple[int, int, int]] = []
         for tp, pp in itertools.product(tps, sorted(pps)):
@@ -389,7 +393,9 @@ class LayoutSpace:
         if pp == 1 and choice.pp > 1:
             vpp = 1
         if not (1 <= dp <= problem.round_samples and vpp >= 1 and 1 <= pp * vpp <= blocks):
-            return
+            return None
+        if tp not in self.tensor_degrees(index):
+            return None
         kind = choice.kind
         if vpp > 1 and (pp == 1 or problem.task.sync_batches):
             return None
@@ -439,7 +445,8 @@ class LayoutSpace:
 
     def _on_devices(self, index: int, choice: UnitChoice, devices: int) -> UnitChoice | None:
         """The choice that is most like one, on so many devices."""
-        for tp, pp in ((choice.tp, choice.pp), (choice.tp, 1), (1, 1)):
+        least = min(self.tensor_degrees(index), default=1)
+        for tp, pp in ((choice.tp, choice.pp), (choice.tp, 1), (least, 1)):
             if dp := devices // (tp * pp):
                 dp = min(dp, self.modules[index][1].round_samples)
                 # The same samples go through all replicas at once.
@@ -522,7 +529,7 @@ class LayoutSpace:
 
     def _degrees_of(self, group: Sequence[int]) -> list[int]:
         """Tensor-parallel degrees that all units of a group may have."""
-        each = [allowed_tensor_degrees(*self.modules[index][1:]) for index in group]
+        each = [self.tensor_degrees(index) for index in group]
         return sorted(set.intersection(*map(set, each)))
 
     def _split(self, layout: PlanLayout) -> Iterator[PlanLayout]:
