@@ -625,6 +625,8 @@ class NeighbourSearch:
         self._space = LayoutSpace(request)
         self._seen: set[PlanLayout] = set()
         self._heap: list[tuple[float, int, PlanLayout, float, Plan]] = []
+        # Of equal estimates the first is tried first.
+        self._numbers = itertools.count()
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
@@ -724,7 +726,7 @@ class NeighbourSearch:
                 self._add(other, scale * self._space.estimate_s(other), limit_s, start)
 
     def _add(self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan) -> None:
-        item = rounded(expected_s), len(self._seen), layout, limit_s, start
+        item = rounded(expected_s), next(self._numbers), layout, limit_s, start
         heapq.heappush(self._heap, item)
 
     def _candidate(self, layout: PlanLayout, start: Plan) -> Candidate | None:
