@@ -17,16 +17,24 @@ import pytest
 from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning import planner
-from mmplan.planning.neighbour_search import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.planning.neighbour_search import LayoutSpace, NeighbourSearch, PlanLayout, UnitChoice
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
-from mmplan.schema.plan import FileReference, Plan, PlannedTraining, Prediction, SolverReport
+from mmplan.schema.plan import (
+    FileReference,
+    Plan,
+    PlannedTraining,
+    Prediction,
+    SolverReport,
+    Unit,
+)
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.simulation.symmetry import predict
 from mmplan.solvers.partitioner import allowed_tensor_degrees
 from mmplan.solvers.problem import Request
+from mmplan.solvers.search_budget import SearchBudget
 from tests.solving import module_profile, profile, run_solve, workload
 
 # Larger spaces take minutes to enumerate.
@@ -208,6 +216,35 @@ def test_a_search_without_budget_changes_nothing(tmp_path: Path) -> None:
     report = plan.solver.neighbours
     assert report is not None
     assert (report.evaluations, report.gain) == (0, 0.0)
+
+
+def test_starts_that_lie_next_to_each_other_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is estimated of starts: two that a third one has met may not be compared."""
+    job, costs = small_job(7)
+    space = Enumeration(job, costs).space
+    first = run_solve(tmp_path, job, costs, budget_s=0.0)
+    own = space.layout_of(first)
+    assert own is not None
+    near = [other for other in space.neighbours(own) if space.units_of(other)][:2]
+    starts = [first.model_copy(update={"units": space.units_of(x)}) for x in (own, *near)]
+    for start in starts:  # no layout as they stand, as of plans with waves
+        named = tuple(unit.model_copy(update={"name": "other"}) for unit in start.units)
+        object.__setattr__(start, "units", named)
+    met = {own: near}
+    monkeypatch.setattr(LayoutSpace, "neighbours", lambda _, layout: met.get(layout, []))
+    monkeypatch.setattr(LayoutSpace, "tuned", lambda *_: [])
+    monkeypatch.setattr(LayoutSpace, "pairs", lambda *_: [])
+    tried: list[Sequence[Unit]] = []
+    NeighbourSearch(
+        Enumeration(job, costs).request,
+        trial=lambda candidate: tried.append(candidate.units),
+        trial_s=0.0,
+        budget=SearchBudget(1.0),
+        least_s=0.0,
+    ).run(starts)
+    assert tried
 
 
 def plan_text(folder: Path, seed: int) -> str:
