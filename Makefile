@@ -45,6 +45,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_reorder.py
 	$(BIN)/python benchmarks/bench_quality.py
 	$(BIN)/python benchmarks/bench_gap.py
+	$(BIN)/python benchmarks/bench_regret.py
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_prediction.py
 	$(BIN)/python benchmarks/bench_emulation.py
