@@ -1,10 +1,10 @@
 """Tensor parallelism with and without sequence parallelism: seconds of a step, bytes kept for it.
 
-    python benchmarks/bench_sequence_parallel.py [--steps 10] [--write-docs]
+    python benchmarks/bench_sequence_parallel.py [--steps 10] [--ranks 2 4] [--write-docs]
 
-Two processes train one small decoder as a tensor-parallel group, step by step in turns. On a
-processor gloo's reduce-scatter and all-gather copy between processes on one machine: the seconds
-are of these, not of NCCL's. The bytes are those of any device.
+The processes train one small decoder as a tensor-parallel group, step by step in turns. On a
+processor rows and sums go over gloo between processes on one machine: the seconds are of these, not
+of NCCL's. The bytes are those of any device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -31,18 +32,17 @@ from mmlaunch.session.session import Session
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 
-RANKS = 2
 KINDS = ("tensor parallelism", "with sequence parallelism")
 LENGTH = 512
 BATCH = 4
 
 
-def workload(rows: bool) -> Workload:
+def workload(rows: bool, ranks: int) -> Workload:
     """A decoder on noise that only a tensor-parallel group may run."""
     return noise_decoder(
         batch=BATCH,
         length=LENGTH,
-        pins={"tp": RANKS, "pp": 1, "microbatch": BATCH},
+        pins={"tp": ranks, "pp": 1, "microbatch": BATCH},
         train={"sequence_parallel": rows},
     )
 
@@ -51,36 +51,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="of each kind")
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="degrees")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        found: list[dict[str, Any]] = launch(
-            entry="bench_sequence_parallel:race",
-            args=(options.steps, [planned(workload(rows), ranks=RANKS) for rows in (False, True)]),
-            num_ranks=RANKS,
-            run_dir=Path(folder),
-            timeout_s=600.0,
-        )
-    first: dict[str, Any] = found[0]
-    rows: list[tuple[str, ...]] = []
-    for kind in KINDS:
-        seconds, kept = median(first["seconds"][kind]), max(f["kept"][kind] for f in found)
-        rows.append(
-            (
-                kind,
-                f"{seconds:.3f}",
-                f"{seconds / median(first['seconds'][KINDS[0]]):.2f}",
-                f"{kept / 1e6:.1f}",
-                f"{kept / max(f['kept'][KINDS[0]] for f in found):.2f}",
-            )
-        )
+    raced = {ranks: raced_by(ranks, options.steps) for ranks in options.ranks}
+    rows = [row for ranks, found in raced.items() for row in rows_of(ranks, found)]
+    differ = max(found[0]["differ"] for found in raced.values())
     text = "\n\n".join(
         [
             f"`python benchmarks/bench_sequence_parallel.py --steps {options.steps}`. "
             f"{conditions(load_before)} A decoder of {BLOCKS} layers of width {WIDTH}, {BATCH} "
-            f"texts of {LENGTH} tokens, tp {RANKS}, float32; medians of {options.steps} steps in "
-            f"turns. Losses differ by {first['differ']:.0e} at most.",
-            table(("", "step s", "of without", "kept for backward MB", "of without"), rows),
+            f"texts of {LENGTH} tokens, float32; medians of {options.steps} steps in "
+            "turns, of pairs of them, and of the processor time of rank 0. "
+            f"Losses differ by {differ:.0e} at most.",
+            table(("", "tp", "step s", "of without", "busy s", "kept MB", "of without"), rows),
         ]
     )
     print(text)
@@ -89,29 +73,61 @@ def main() -> int:
     return 0
 
 
+def raced_by(ranks: int, steps: int) -> list[dict[str, Any]]:
+    """What :func:`race` finds on each rank."""
+    plans = [planned(workload(rows, ranks), ranks=ranks) for rows in (False, True)]
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(
+            entry="bench_sequence_parallel:race",
+            args=(steps, plans),
+            num_ranks=ranks,
+            run_dir=Path(folder),
+            timeout_s=600.0,
+        )
+
+
+def rows_of(ranks: int, found: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Of each kind a row of the table."""
+    seconds, busy = found[0]["seconds"], found[0]["busy"]
+    kept = {kind: max(f["kept"][kind] for f in found) for kind in KINDS}
+    for kind in KINDS:
+        pairs = zip(seconds[kind], seconds[KINDS[0]], strict=True)
+        yield (
+            kind,
+            f"{ranks}",
+            f"{median(seconds[kind]):.3f}",
+            f"{median(mine / other for mine, other in pairs):.2f}",
+            f"{median(busy[kind]):.3f}",
+            f"{kept[kind] / 1e6:.1f}",
+            f"{kept[kind] / kept[KINDS[0]]:.2f}",
+        )
+
+
 def race(ctx: WorkerContext, steps: int, plans: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds of steps and bytes kept, by kind; the largest difference of losses."""
     transport = DistTransport(ctx.device.device, ctx.heartbeat, ctx.timeout_s)
     sessions: dict[str, Session] = {}
     for kind, rows, spec in zip(KINDS, (False, True), plans, strict=True):
-        plan, job = Plan.model_validate(spec), workload(rows)
+        plan, job = Plan.model_validate(spec), workload(rows, dist.get_world_size())
         sessions[kind] = Session(plan=plan, workload=job, folder=Path(), transport=transport)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    busy: dict[str, list[float]] = {kind: [] for kind in KINDS}
     losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
     kept: dict[str, int] = {}
     for turn in range(steps + 1):
         for kind, session in sessions.items():
             ctx.heartbeat.phase(kind)
             dist.barrier()
-            began_s = time.perf_counter()
+            began_s, began_busy_s = time.perf_counter(), time.process_time()
             if turn == 0:
                 kept[kind] = _kept_bytes(session)
                 continue
             losses[kind].append(session.step().loss)
             dist.barrier()
             seconds[kind].append(time.perf_counter() - began_s)
+            busy[kind].append(time.process_time() - began_busy_s)
     differ = max(abs(a - b) for a, b in zip(losses[KINDS[0]], losses[KINDS[1]], strict=True))
-    return {"seconds": seconds, "kept": kept, "differ": differ}
+    return {"seconds": seconds, "busy": busy, "kept": kept, "differ": differ}
 
 
 def _kept_bytes(session: Session) -> int:

@@ -259,10 +259,6 @@ class InProcessTransport:
         total = self._start_sum(full, ranks, "sum of slices")
         return Deferred(lambda: mine.copy_(total().chunk(len(ranks))[ranks.index(self.rank)]))
 
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
-        """See :class:`Transport`."""
-        self.start_reduce_scatter(mine, full, ranks).wait()
-
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         self.start_gather_flat(full, mine, ranks).wait()

@@ -119,11 +119,10 @@ class Transport(Protocol):
         ...
 
     def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
-        """The same, beside what comes next; neither tensor may change before the wait."""
-        ...
+        """Fill the flat ``mine`` with this rank's slice of the sum of all ranks' ``full``.
 
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
-        """Fill the flat ``mine`` with this rank's slice of the sum of all ranks' ``full``."""
+        Beside what comes next: neither tensor may change before the wait.
+        """
         ...
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
@@ -361,16 +360,6 @@ class DistTransport:
             return Done()
         work = self._groups[ranks, 0]._reduce_scatter_base(mine, full)
         return _Watched([work], self._heartbeat, ranks)
-
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
-        """See :class:`Transport`."""
-        if self.device.type == "cuda" or len(ranks) == 1:
-            self.start_reduce_scatter(mine, full, ranks).wait()
-            return
-        # gloo's own takes longer than an all-reduce; this takes a buffer more.
-        parts, lengths = torch.empty_like(full), [mine.numel()] * len(ranks)
-        self.exchange((parts, lengths), (full, lengths), ranks).wait()
-        torch.sum(parts.view(len(ranks), -1), 0, out=mine)
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""

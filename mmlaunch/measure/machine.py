@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlaunch.comm.row_exchange import RowExchange
+from mmlaunch.comm.transport import Pieces
 from mmlaunch.measure.clocks import Clock, CudaClock, Reading, clock_of
 from mmlaunch.measure.timing import Peers, Stopwatch, Timing
 from mmplan.processes import num_cores
@@ -201,31 +203,30 @@ def _there_and_back(tensor: Tensor, clock: Clock, group: Any) -> Reading:
     return lambda: math.inf
 
 
-class GroupComm:
-    """Sums and gathers tensors over the processes of one tensor-parallel group."""
+class GroupComm(RowExchange):
+    """A tensor-parallel group by a process group."""
 
     def __init__(self, group: Any) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
-        self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the group's sum."""
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         dist.all_reduce(tensor, group=self._group)
 
     def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Fill the flat ``full`` with every process's ``mine``."""
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         # Newer torch has other names for these two, and keeps the old ones.
         cast(Any, dist).all_gather_into_tensor(full, mine, group=self._group)
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
-        """Fill the flat ``mine`` with this process's part of the sum of ``full``."""
-        if mine.is_cuda:
-            cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
-            return
-        # As a run does it.
-        parts = torch.empty_like(full)
-        cast(Any, dist).all_to_all_single(parts, full, group=self._group)
-        torch.sum(parts.view(self.count, -1), 0, out=mine)
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
+        cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
+
+    def exchange(self, received: Pieces, sent: Pieces) -> None:
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
+        (into, lengths), (given, sizes) = received, sent
+        cast(Any, dist).all_to_all_single(into, given, lengths, sizes, group=self._group)
 
 
 class NoComm:

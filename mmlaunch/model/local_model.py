@@ -293,7 +293,7 @@ class LocalModel:
             block = self.blocks[stage.owner, stage.blocks[1] - 1]
             head = next(m for m in block.modules() if isinstance(m, VocabularyLinear))
             comm = self._comm(tuple(sorted(stage.ranks[place[0]])))
-            gather = partial(gathered, comm=comm, count=stage.tp)
+            gather = partial(gathered, comm=comm)
             self.own_logits[stage.index] = OwnLogits(tokens=head.tp_tokens, gather=gather)
 
     def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:

@@ -460,11 +460,10 @@ class _Leave(torch.autograd.Function):
         return grads[0], None
 
 
-def gathered(tensor: Tensor, *, comm: TensorParallelComm, count: int) -> Tensor:
+def gathered(tensor: Tensor, *, comm: TensorParallelComm) -> Tensor:
     """[...] of every rank of a group, as [count, ...]."""
-    full = tensor.new_empty((count, *tensor.shape))
-    cast(RowGroup, comm).gather_flat(full.view(-1), tensor.contiguous().view(-1))
-    return full
+    found = cast(RowGroup, comm).gather(tensor)
+    return found if isinstance(found, Tensor) else torch.stack(found)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], comm: TensorParallelComm) -> None:

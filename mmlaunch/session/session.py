@@ -31,7 +31,8 @@ from mmlaunch.checkpoint.restore import open_checkpoint, prove
 from mmlaunch.checkpoint.save import Content, Entry
 from mmlaunch.checkpoint.save import save as save_together
 from mmlaunch.comm.batches import Tree, map_tensors
-from mmlaunch.comm.transport import DistTransport, Transport
+from mmlaunch.comm.row_exchange import RowExchange
+from mmlaunch.comm.transport import DistTransport, Pieces, Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.data.producers import Producers
 from mmlaunch.data.task_data import TaskData
@@ -86,24 +87,28 @@ T = TypeVar("T")
 MOST_SKIPPED = 10
 
 
-class _GroupSum:
-    """A tensor-parallel group as blocks see it."""
+class _GroupSum(RowExchange):
+    """A tensor-parallel group by a transport."""
 
     def __init__(self, transport: Transport, ranks: Ranks) -> None:
+        super().__init__(ranks.index(transport.rank), len(ranks))
         self._transport, self._ranks = transport, ranks
-        self.index, self.count = ranks.index(transport.rank), len(ranks)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by its sum over the group."""
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         self._transport.all_reduce(tensor, self._ranks)
 
     def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Fill ``full`` with every rank's ``mine``."""
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         self._transport.gather_flat(full, mine, self._ranks)
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
-        """Fill ``mine`` with this rank's part of the sum of ``full``."""
-        self._transport.reduce_scatter_flat(mine, full, self._ranks)
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
+        self._transport.start_reduce_scatter(mine, full, self._ranks).wait()
+
+    def exchange(self, received: Pieces, sent: Pieces) -> None:
+        """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
+        self._transport.exchange(received, sent, self._ranks).wait()
 
 
 class Session:

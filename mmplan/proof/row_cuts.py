@@ -50,12 +50,12 @@ class RowGroup(Protocol):
         """Ranks of it."""
         ...
 
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Fill the flat ``full`` with every rank's ``mine``, in their order."""
+    def gather(self, mine: Tensor) -> Tensor | list[Tensor]:
+        """Every rank's ``mine``, all of one shape; one tensor [count, ...] where it costs less."""
         ...
 
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
-        """Fill the flat ``mine`` with this rank's part of the sum of all ranks' ``full``."""
+    def sum_own(self, parts: Tensor) -> Tensor:
+        """Of parts [count, ...] for each rank the sum of everyone's for this one."""
         ...
 
 
@@ -66,11 +66,13 @@ class ShapeGroup:
     index: int
     count: int
 
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Nothing to move."""
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """As many as there would be."""
+        return [mine] * self.count
 
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
-        """Nothing to move."""
+    def sum_own(self, parts: Tensor) -> Tensor:
+        """One that is as large."""
+        return parts[self.index].clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,33 +115,32 @@ def _num_own(rows: int, group: str) -> int:
 
 def _gather(shard: Tensor, rows: int, group: str) -> Tensor:
     at = ROW_GROUPS[group]
-    *lead, mine, width = shard.shape
     # All ranks send as many; the last of those that have fewer is of no use.
     most = -(-rows // at.count)
-    sent = functional.pad(shard, (0, 0, 0, most - mine)) if mine < most else shard
-    found = shard.new_empty((at.count, *lead, most, width))
-    at.gather_flat(found.view(-1), sent.contiguous().view(-1))
-    if rows == at.count * most and math.prod(lead) == 1:
-        return found.view(*lead, rows, width)
+    found = at.gather(_padded(shard, most))
+    if isinstance(found, Tensor) and rows == at.count * most and math.prod(shard.shape[:-2]) == 1:
+        return found.view(*shard.shape[:-2], rows, shard.shape[-1])
     spans = (own_rows(rows, index, at.count) for index in range(at.count))
-    return torch.cat([f[..., : b - a, :] for f, (a, b) in zip(found, spans, strict=True)], dim=-2)
+    parts = zip(found, spans, strict=True)
+    return torch.cat([part[..., : end - first, :] for part, (first, end) in parts], dim=-2)
 
 
 def _sum(full: Tensor, group: str) -> Tensor:
     at = ROW_GROUPS[group]
-    *lead, rows, width = full.shape
+    rows = full.shape[-2]
     most = -(-rows // at.count)
     if rows == at.count * most:
-        sent = full.unflatten(-2, (at.count, most)).movedim(-3, 0).contiguous()
-    else:
-        sent = full.new_zeros((at.count, *lead, most, width))
-        for index in range(at.count):
-            first, end = own_rows(rows, index, at.count)
-            sent[index, ..., : end - first, :] = full[..., first:end, :]
-    mine = full.new_empty((*lead, most, width))
-    at.reduce_scatter_flat(mine.view(-1), sent.view(-1))
-    own = _num_own(rows, group)
-    return mine if own == most else mine[..., :own, :].contiguous()
+        return at.sum_own(full.unflatten(-2, (at.count, most)).movedim(-3, 0))
+    spans = (own_rows(rows, index, at.count) for index in range(at.count))
+    parts = [_padded(full[..., first:end, :], most) for first, end in spans]
+    mine = at.sum_own(torch.stack(parts))
+    return mine[..., : _num_own(rows, group), :].contiguous()
+
+
+def _padded(x: Tensor, most: int) -> Tensor:
+    """With as many rows as the rank that has most."""
+    missing = most - x.shape[-2]
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _own(full: Tensor, group: str) -> Tensor:

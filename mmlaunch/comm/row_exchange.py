@@ -1,0 +1,71 @@
+"""A tensor-parallel group as blocks see it, by a few collectives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmlaunch.comm.transport import Pieces
+
+
+class RowExchange:
+    """Sums over a group, gathers in it, and sums of which each rank has a part.
+
+    On CUDA these are NCCL's collectives. gloo's all-gather takes twice as long as an exchange, and
+    its reduce-scatter longer than an all-reduce; here a rank sends to each other what that one
+    needs, and never to itself.
+
+    Args:
+        index: this rank's place.
+        count: ranks of the group.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over the group."""
+        raise NotImplementedError
+
+    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+        """Fill the flat ``full`` with every rank's ``mine``; on CUDA."""
+        raise NotImplementedError
+
+    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
+        """Fill the flat ``mine`` with this rank's part of the sum of ``full``; on CUDA."""
+        raise NotImplementedError
+
+    def exchange(self, received: Pieces, sent: Pieces) -> None:
+        """Send a part to each rank and receive one from each, in their order."""
+        raise NotImplementedError
+
+    def gather(self, mine: Tensor) -> Tensor | list[Tensor]:
+        """Every rank's ``mine``, all of one shape; in a list this rank's is the tensor itself."""
+        if mine.is_cuda:
+            full = mine.new_empty((self.count, *mine.shape))
+            self.gather_flat(full.view(-1), mine.contiguous().view(-1))
+            return full
+        sent = mine.expand(self.count - 1, *mine.shape).contiguous()
+        parts = list(self._from_others(sent))
+        parts.insert(self.index, mine)
+        return parts
+
+    def sum_own(self, parts: Tensor) -> Tensor:
+        """The sum of what the ranks have for this one; ``parts`` are this rank's [count, ...]."""
+        own = parts[self.index]
+        if own.is_cuda:
+            mine = own.new_empty(own.shape)
+            self.reduce_scatter_flat(mine.view(-1), parts.contiguous().view(-1))
+            return mine
+        others = [part for place, part in enumerate(parts) if place != self.index]
+        # Of two ranks nothing is copied twice.
+        found = self._from_others(torch.stack(others))
+        return own + found[0] if self.count == 2 else found.sum(0).add_(own)
+
+    def _from_others(self, sent: Tensor) -> Tensor:
+        """[count - 1, ...] in the order of the others, of as much for them."""
+        found = torch.empty_like(sent)
+        size = sent[0].numel()
+        lengths = [0 if place == self.index else size for place in range(self.count)]
+        self.exchange((found.view(-1), lengths), (sent.view(-1), lengths))
+        return found
