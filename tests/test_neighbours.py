@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -132,11 +133,12 @@ class Enumeration:
                     best_s = step_s
         return best_s
 
-    def _step_s(self, layout: PlanLayout) -> float | None:
+    def plan(self, layout: PlanLayout) -> Plan | None:
+        """A layout's plan; None where tensor-parallel groups would cross nodes."""
         units = self.space.units_of(layout)
         if units is None:
             return None
-        plan = Plan(
+        return Plan(
             name="test",
             workload=NO_FILE,
             profile=NO_FILE,
@@ -149,6 +151,11 @@ class Enumeration:
             losses=planner.placed_losses(self.request, units),
             predicted=Prediction(iteration_s=0, samples_per_s=0),
         )
+
+    def _step_s(self, layout: PlanLayout) -> float | None:
+        plan = self.plan(layout)
+        if plan is None:
+            return None
         try:
             predicted = predict(plan, self.costs)
         except InvalidInputError:
@@ -208,6 +215,24 @@ def test_auto_is_near_the_shortest_of_all_small_plans(tmp_path: Path) -> None:
     assert len(found) >= 80
     assert median(found) <= 0.01
     assert max(found) <= 0.05
+
+
+def test_no_plan_holds_less_than_its_layout_says() -> None:
+    """The search leaves out what cannot fit without making a plan of it."""
+    seen = 0
+    for seed in range(12):
+        job, costs = small_job(seed)
+        job = job.model_copy(update={"train": job.train.model_copy(update={"zero": 3})})
+        whole = Enumeration(job, costs)
+        layouts = list(itertools.islice(whole.layouts(), MOST_LAYOUTS))
+        for layout in random.Random(seed).sample(layouts, min(len(layouts), 12)):
+            plan = whole.plan(layout)
+            if plan is not None:
+                with suppress(InvalidInputError):
+                    held = max(predict(plan, whole.costs).memory_bytes)
+                    assert whole.space.least_bytes(layout) <= held * (1 + 1e-9), (seed, layout)
+                    seen += 1
+    assert seen > 60
 
 
 def test_a_search_without_budget_changes_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Changes of a plan that are tried in simulation: what no formula of one solver sees.
 
-A *layout* is what such a change acts on: of each unit its degrees, micro-batch and lead, and which
-units share devices. The search starts from the layouts of the solvers' best plans. It tries those
-first of which an estimate promises most, and goes on from each that is about as good as the best
-so far: by one change, then by two, and with higher ZeRO stages where memory refused a layout.
+A *layout* is what such a change acts on: of each unit its degrees, micro-batch and lead, which
+units share devices, and how the whole runs: backwards, order, ZeRO stage. The search starts from
+the layouts of the solvers' best plans. It tries those first of which an estimate promises most, and
+goes on from each that is about as good as the best so far: by one change, then by two. Where memory
+refuses a layout, the next ZeRO stage is tried.
 
 The estimate is that of a pipeline: the work of the busiest device, and the path of one micro-batch
 through all others. A layout whose busiest device alone takes as long as the best plan's step is not
@@ -17,19 +18,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 
 from mmplan.arrays import Floats
+from mmplan.costs.cost_model import CostModel
 from mmplan.planning.measured_trials import rounded
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.grid import RankGrid
-from mmplan.schema.plan import Plan, Schedule, ScheduleKind, Unit
+from mmplan.schema.plan import Order, OrderRule, Plan, Schedule, ScheduleKind, Unit
 from mmplan.schema.workload import Pins
 from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_stages
@@ -46,13 +49,19 @@ _NEAR = 1.02
 _PATIENCE = 12
 # Forwards that a unit may run ahead of its consumer's need.
 _MOST_LEAD = 3
+_MOST_SYNC_LEAD = 2
 _MOST_ZERO = 3
 # The search ends after so many layouts in a row that gained nothing.
 _GIVE_UP = 100
 # Estimates are paid for too: seconds of a quiet core.
 _ESTIMATE_S = 5e-5
+# A plan with split backwards must shorten the step to less than this share.
+SHORTER = 0.99
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
+
+
+Backwards = Literal["fused", "split", "even"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +97,20 @@ class PlanLayout:
         choices: of each unit.
         groups: units that share devices, each from the group's first device on; ascending.
         zero: ZeRO stage.
+        backwards: whole, split, or split with as many micro-batches on all stages, where the
+            workload leaves it to the plan.
+        sync_lead: forwards between the start and the end of a batch-sync.
+        rule: of the order on shared devices.
+        in_turn: tasks that run one after another.
     """
 
     choices: tuple[UnitChoice, ...]
     groups: tuple[tuple[int, ...], ...]
     zero: int
+    backwards: Backwards = "fused"
+    sync_lead: int = 0
+    rule: OrderRule = "backward-first"
+    in_turn: tuple[str, ...] = ()
 
     def group_devices(self, group: Sequence[int]) -> int:
         """Devices of a group: those of its largest unit."""
@@ -152,7 +170,18 @@ class LayoutSpace:
         self._producers = [
             [at[own.task.name, p] for p in own.producers(module)] for _, own, module in self.modules
         ]
+        # Their backwards may be split, where they send gradients to other stages.
+        self._free_backwards = [
+            request.workload.modules[module].plan.split_backward == "auto"
+            for _, _, module in self.modules
+        ]
+        self._has_rounds = any(own.task.sync_batches and own.rounds > 1 for own in problems)
+        self._owners = [
+            request.workload.modules[module].share or module for _, _, module in self.modules
+        ]
         self.cost = cache(self._cost)
+        self.bytes = cache(self._bytes)
+        self._costs_of = cache(self._zero_costs)
         self.tensor_degrees = cache(self._tensor_degrees)
 
     # --- plans -----------------------------------------------------------------------
@@ -174,6 +203,7 @@ class LayoutSpace:
             choices=tuple(itertools.starmap(self._choice_of, enumerate(own))),
             groups=tuple(sorted(tuple(sorted(members)) for _, members in groups)),
             zero=plan.training.zero,
+            in_turn=plan.in_turn,
         )
 
     def _choice_of(self, index: int, unit: Unit) -> UnitChoice:
@@ -204,7 +234,7 @@ class LayoutSpace:
             grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
             if not _inside_nodes(grid, cluster):
                 return None
-            units.append(self._unit(index, choice, grid))
+            units.append(self._unit(index, layout, grid))
         return tuple(units)
 
     def _shape(self, layout: PlanLayout, group: Sequence[int]) -> tuple[int, int, int]:
@@ -215,9 +245,17 @@ class LayoutSpace:
         tp = max(layout.choices[index].tp for index in group)
         return -(-layout.group_devices(group) // tp), 1, tp
 
-    def _unit(self, index: int, choice: UnitChoice, grid: RankGrid) -> Unit:
+    def _unit(self, index: int, layout: PlanLayout, grid: RankGrid) -> Unit:
         name, problem, module = self.modules[index]
-        schedule = Schedule(kind=choice.kind, lead=choice.lead)
+        choice = layout.choices[index]
+        splits = layout.backwards != "fused" and self._pins(index).split_backward == "auto"
+        schedule = Schedule(
+            kind=choice.kind,
+            lead=choice.lead,
+            sync_lead=layout.sync_lead if choice.kind == "batch-sync" else 0,
+            split_backward=splits,
+            even_in_flight=splits and layout.backwards == "even",
+        )
         if choice.kept is not None:
             changes = {"name": name, "ranks": grid.ranks, "schedule": schedule}
             return choice.kept.model_copy(update=changes)
@@ -314,6 +352,67 @@ class LayoutSpace:
         needed = max(1.0, then.dp * then.size / (first.dp * first.size))
         return own[producer].through_s + (needed - 1) * own[producer].slot_s
 
+    # --- memory ----------------------------------------------------------------------
+
+    def most_zero(self, layout: PlanLayout) -> int:
+        """The last ZeRO stage that saves memory: 2 and 3 cut what is summed in rounds.
+
+        There are rounds where all units have the same micro-batches as those before them.
+        """
+        own = [(choice.dp, choice.size) for choice in layout.choices]
+        has_rounds = all(own[i] == own[p] for i, ps in enumerate(self._producers) for p in ps)
+        return _MOST_ZERO if has_rounds else 1
+
+    def least_bytes(self, layout: PlanLayout) -> float:
+        """What its fullest device holds at least."""
+        zero = min(layout.zero, self.most_zero(layout))
+        return max(self._group_bytes(layout, group, zero) for group in layout.groups)
+
+    def _group_bytes(self, layout: PlanLayout, group: Sequence[int], zero: int) -> float:
+        active_R = np.zeros(layout.group_devices(group))
+        # Units that cut the same parameters alike hold them once.
+        fixed: defaultdict[tuple[str, int], Floats] = defaultdict(lambda: np.zeros_like(active_R))
+        for index in group:
+            choice = layout.choices[index]
+            held = self.bytes(index, replace(choice, lead=min(choice.lead, 1)), zero)
+            for total_R, of_P in zip(
+                (fixed[self._owners[index], choice.tp], active_R), held, strict=True
+            ):
+                own_R = np.tile(np.repeat(of_P, choice.tp), choice.dp)
+                np.maximum(total_R[: choice.devices], own_R, out=total_R[: choice.devices])
+        return float((sum(fixed.values()) + active_R).max())
+
+    def _bytes(self, index: int, choice: UnitChoice, zero: int) -> tuple[Floats, Floats]:
+        """[P], parameters with their state, and activations of micro-batches in flight."""
+        _, problem, module = self.modules[index]
+        costs, (tp, pp, dp) = problem.module_costs(module), (choice.tp, choice.pp, choice.dp)
+        own = costs.stages(module_stages(problem, module, pp * choice.vpp))
+        priced = self._costs_of(zero)
+        # Ranks of all units that use the parameters cut their state.
+        cut = dp if self._owners.count(self._owners[index]) == 1 else self._request.devices
+        trained = priced.bytes_per_parameter(
+            trainable=True, dp=cut, in_rounds=True, gathers=tp == 1 and cut > 1
+        )
+        frozen = priced.bytes_per_parameter(trainable=False)
+        fixed = (own.trained * trained + own.frozen * frozen) / tp
+        # The least share of a replica, and micro-batches that are no larger than the others.
+        share = problem.round_samples // dp
+        count = -(-max(share, 1) // choice.size)
+        each = costs.held_bytes(
+            own.held, own.inputs, tp=tp, size=np.array(max(1, share // count))
+        ).reshape(choice.vpp, pp)
+        in_flight = np.ones(pp)
+        if choice.kind == "batch-sync":
+            in_flight[:] = count
+        elif choice.vpp == 1 and choice.lead:
+            in_flight = np.minimum(np.arange(pp, 0, -1), count)
+        return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
+
+    def _zero_costs(self, zero: int) -> CostModel:
+        own = self._request.costs
+        training = own.training.model_copy(update={"zero": zero})
+        return CostModel(own.profile, own.cluster, training)
+
     # --- neighbours ------------------------------------------------------------------
 
     def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
@@ -356,10 +455,11 @@ class LayoutSpace:
 
     def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
         tps = _beside(self.tensor_degrees(index), choice.tp)
-        pps = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
+        near = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
         shapes: list[tuple[int, int, int]] = []
-        for tp, pp in itertools.product(tps, sorted(pps)):
-            if pp > 0:
+        for tp in tps:
+            # Next to this number of stages, or one replica on all devices.
+            for pp in sorted((near | {choice.devices // tp, room // tp}) - {0, -1}):
                 same = {choice.devices // (tp * pp), room // (tp * pp), choice.dp}
                 if (tp, pp) == (choice.tp, choice.pp):
                     same |= {choice.dp - 1, choice.dp + 1, choice.dp // 2, 2 * choice.dp}
@@ -501,13 +601,34 @@ class LayoutSpace:
             yield nested.with_choices(changed)
 
     def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
-        """The same layout with other leads, or a ZeRO stage less if the workload allows it."""
+        """The same degrees and sizes on the same devices, run in another way."""
         if layout.zero > self._request.workload.train.zero:
             yield replace(layout, zero=layout.zero - 1)
-        for index, choice in enumerate(layout.choices):
+        yield from self._other_backwards(layout)
+        if self._has_rounds:
+            yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
+        if any(len(group) > 1 for group in layout.groups):
+            yield from (replace(layout, rule=rule) for rule in get_args(OrderRule))
+        if len(self._request.tasks) > 1:
+            yield from (replace(layout, in_turn=x) for x in ((), tuple(self._request.tasks)))
+        ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
+        for lead in range(1, _MOST_LEAD + 1):
+            yield layout.with_choices({i: replace(layout.choices[i], lead=lead) for i in ahead})
+        for index in ahead:
+            choice = layout.choices[index]
             for lead in (choice.lead - 1, choice.lead + 1):
-                if POLICIES[choice.kind].runs_ahead and 0 <= lead <= _MOST_LEAD:
+                if 0 <= lead <= _MOST_LEAD:
                     yield layout.with_choices({index: replace(choice, lead=lead)})
+
+    def _other_backwards(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Whole and split backwards, where a stage of these modules sends gradients on."""
+        free = [i for i, is_free in enumerate(self._free_backwards) if is_free]
+        piped = any(layout.choices[i].pp > 1 for i in free)
+        if piped or any(self._producers[i] for i in free):
+            ways: tuple[Backwards, ...] = (
+                ("fused", "split", "even") if piped else ("fused", "split")
+            )
+            yield from (replace(layout, backwards=way) for way in ways)
 
     def _alike(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """A group's units, or all on all devices, with one tensor-parallel degree."""
@@ -624,13 +745,14 @@ class NeighbourSearch:
         self._least_s = least_s
         self._space = LayoutSpace(request)
         self._seen: set[PlanLayout] = set()
-        self._heap: list[tuple[float, int, PlanLayout, float, Plan]] = []
+        self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
+        # By unit and choice, the least factor by which steps took longer than estimated.
+        self._factors: dict[tuple[object, ...], float] = {}
         # Of equal estimates the first is tried first.
         self._numbers = itertools.count()
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
-        self._refused: list[PlanLayout] = []
         self._evaluations = 0
         # No trial is begun for which too little is left.
         self._longest_s = trial_s
@@ -646,20 +768,32 @@ class NeighbourSearch:
         around = self._begin(starts)
         while self._goes_on(best.plan, in_vain):
             if around is not None and (in_vain >= _PATIENCE or not self._heap):
-                others = itertools.chain(self._cut_further(), self._space.pairs(around))
-                self._push(others, around, best.plan, best.start, math.inf)
+                self._push(self._space.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
             if not self._heap:
                 break
-            _, _, layout, limit_s, start = heapq.heappop(self._heap)
+            expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
+            learnt = self._factor(layout)
+            if learnt > factor:
+                estimate_s = expected_s / factor
+                self._add(layout, learnt * estimate_s, limit_s, start, learnt)
+                continue
+            if not self._may_fit(layout):
+                self._cut_further(layout, expected_s, limit_s, start)
+                continue
             if self._space.busiest_s(layout) >= best.plan.predicted.iteration_s:
                 continue
-            in_vain += 1
-            candidate = self._candidate(layout, start)
-            plan = None if candidate is None else self._evaluated(candidate)
-            if plan is None:
-                self._refused.append(layout)
+            candidate = self._candidate(layout)
+            if candidate is None:
                 continue
+            plan = self._evaluated(candidate)
+            if plan is None:
+                self._cut_further(layout, expected_s, limit_s, start)
+                continue
+            in_vain += 1
+            self._learn(
+                layout, plan.predicted.iteration_s * factor / expected_s if expected_s else 1.0
+            )
             if _merit(plan) < _merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
                 around, in_vain = layout, 0
@@ -678,6 +812,7 @@ class NeighbourSearch:
                 layouts.setdefault(layout, start)
         for layout, start in layouts.items():
             self._seen.add(layout)
+            self._learn(layout, 1.0)
             if start.waves or self._space.units_of(layout) != start.units:
                 self._add(layout, 0.0, math.inf, start)
             self._expand(layout, start, start)
@@ -687,12 +822,19 @@ class NeighbourSearch:
         may_gain = best.predicted.iteration_s > self._least_s * _SAME
         return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
 
-    def _cut_further(self) -> Iterator[PlanLayout]:
-        """Layouts that did not fit, with ZeRO stages that may."""
-        for layout in self._refused:
-            for zero in range(layout.zero + 1, _MOST_ZERO + 1):
-                yield replace(layout, zero=zero)
-        self._refused.clear()
+    def _may_fit(self, layout: PlanLayout) -> bool:
+        self._budget.spend(_ESTIMATE_S)
+        memory_bytes = self._request.cluster.device.memory_bytes
+        return self._space.least_bytes(layout) <= memory_bytes
+
+    def _cut_further(
+        self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan
+    ) -> None:
+        """Try a layout that did not fit with the next ZeRO stage."""
+        if layout.zero < self._space.most_zero(layout):
+            further = replace(layout, zero=layout.zero + 1)
+            if further not in self._seen:
+                self._add(further, expected_s, limit_s, start)
 
     def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
         """Try what is one change away: leads that gain nothing lead nowhere."""
@@ -725,16 +867,38 @@ class NeighbourSearch:
                 budget.spend(_ESTIMATE_S)
                 self._add(other, scale * self._space.estimate_s(other), limit_s, start)
 
-    def _add(self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan) -> None:
-        item = rounded(expected_s), next(self._numbers), layout, limit_s, start
+    def _add(
+        self,
+        layout: PlanLayout,
+        expected_s: float,
+        limit_s: float,
+        start: Plan,
+        factor: float = 1.0,
+    ) -> None:
+        self._seen.add(layout)
+        item = rounded(expected_s), next(self._numbers), layout, limit_s, start, factor
         heapq.heappush(self._heap, item)
 
-    def _candidate(self, layout: PlanLayout, start: Plan) -> Candidate | None:
+    def _factor(self, layout: PlanLayout) -> float:
+        """By which a layout should take longer than estimated, by the choices in it."""
+        own = (self._factors.get(key, 1.0) for key in _learnt_by(layout))
+        return max(1.0, *own)
+
+    def _learn(self, layout: PlanLayout, factor: float) -> None:
+        for key in _learnt_by(layout):
+            self._factors[key] = min(factor, self._factors.get(key, math.inf))
+
+    def _candidate(self, layout: PlanLayout) -> Candidate | None:
         units = self._space.units_of(layout)
         if units is None:
             return None
-        zero = cast("Literal[0, 1, 2, 3]", layout.zero)
-        return Candidate(units=units, objective_s=0.0, in_turn=start.in_turn, zero=zero)
+        return Candidate(
+            units=units,
+            objective_s=0.0,
+            in_turn=layout.in_turn,
+            zero=cast("Literal[0, 1, 2, 3]", layout.zero),
+            order=None if layout.rule == Order().rule else Order(rule=layout.rule),
+        )
 
     def _evaluated(self, candidate: Candidate) -> Plan | None:
         left_s = self._budget.left_s
@@ -744,6 +908,14 @@ class NeighbourSearch:
         return plan
 
 
+def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
+    """What estimates are corrected by: each unit's choice, whatever its lead."""
+    for index, choice in enumerate(layout.choices):
+        yield layout.backwards, index, replace(choice, lead=0)
+
+
 def _merit(plan: Plan) -> tuple[float, int]:
-    """Less is better: the step, then its device-seconds."""
-    return rounded(plan.predicted.iteration_s), plan.predicted.devices_used
+    """Less is better: the step, then its device-seconds; split backwards must gain something."""
+    split = any(unit.schedule.split_backward for unit in plan.units)
+    step_s = plan.predicted.iteration_s / (SHORTER if split else 1)
+    return rounded(step_s), plan.predicted.devices_used

@@ -22,7 +22,7 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
-from mmplan.planning.neighbour_search import NeighbourSearch
+from mmplan.planning.neighbour_search import SHORTER, NeighbourSearch
 from mmplan.planning.order_search import best_order, order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.processes import rare_collections
@@ -73,8 +73,6 @@ from mmplan.wording import counted, missing, rank_ranges, size
 
 # Straggler factors below it are not worth a note.
 _LEAST_STRAGGLER = 1.005
-# A plan with split backwards must shorten the step to less than this share; chosen by hand.
-SHORTER = 0.99
 # End of the label of the same plan with fused backwards.
 FUSED = ", fused backwards"
 # Plans beyond the first of each kind are simulated for at most this many search budgets.
@@ -84,6 +82,8 @@ SIMULATION_BUDGETS = 10
 INSTRUCTIONS_PER_S = 100_000
 # Instructions that each plan counts beside its own: a small one takes time too.
 INSTRUCTIONS_PER_PLAN = 1_000
+# Of it, what a plan takes that the memory refuses before it is simulated.
+REFUSED_PRICE = 0.3
 # Patience is longer by this factor while no plan fits the memory; chosen by hand.
 PATIENCE_WITHOUT_PLAN = 4
 # Up to this many devices the search looks at all of them; chosen by hand.
@@ -381,14 +381,13 @@ class _CandidatePlans:
         )
 
         def trial(candidate: Candidate) -> Plan | None:
-            before = self._effort
-            try:
+            before, plan, needed = self._effort, None, math.inf
+            with suppress(InvalidInputError):
                 plan, needed = self._with_bytes(self._plan(solution, candidate))
-            except InvalidInputError:
-                return None
-            finally:
-                budget.spend((self._effort - before) / INSTRUCTIONS_PER_S)
-            return plan if needed <= self._memory_bytes else None
+            fits = needed <= self._memory_bytes
+            price = 1.0 if plan and plan.predicted.iteration_s else REFUSED_PRICE
+            budget.spend(price * (self._effort - before) / INSTRUCTIONS_PER_S)
+            return plan if fits else None
 
         found = NeighbourSearch(
             self._request,
@@ -541,6 +540,7 @@ class _CandidatePlans:
             losses=placed_losses(request, candidate.units),
             waves=candidate.waves,
             in_turn=candidate.in_turn,
+            order=candidate.order,
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
@@ -734,13 +734,12 @@ def straggler_note(plan: Plan, costs: CostModel) -> str | None:
 
 
 def pinned_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
-    """The units with the backwards that the workload asks for; "auto" begins with fused ones."""
+    """The units with the backwards that the workload asks for; "auto" leaves them as they are."""
+    pins = {name: module.plan.split_backward for name, module in workload.modules.items()}
     return tuple(
-        _changed(
-            unit,
-            split_backward=workload.modules[unit.module].plan.split_backward is True,
-            even_in_flight=False,
-        )
+        unit
+        if pins[unit.module] == "auto"
+        else _changed(unit, split_backward=pins[unit.module] is True, even_in_flight=False)
         for unit in units
     )
 
@@ -757,6 +756,8 @@ def best_backwards(
         simulated: adds the prediction to a plan.
     """
     best = plan
+    if _splits(plan.units, workload):  # the search has tried both
+        return plan
     for units in _variants(plan.units, workload):
         changed = plan.model_copy(update={"units": units})
         if not any(stage.split for stage in lower(changed).stages):
@@ -767,6 +768,14 @@ def best_backwards(
             if faster and peak_bytes(changed.predicted) <= cluster.device.memory_bytes:
                 best = changed
     return best
+
+
+def _splits(units: Sequence[Unit], workload: Workload) -> bool:
+    """Whether backwards are split that the workload leaves to the plan."""
+    return any(
+        unit.schedule.split_backward and workload.modules[unit.module].plan.split_backward == "auto"
+        for unit in units
+    )
 
 
 def _variants(units: Sequence[Unit], workload: Workload) -> Iterator[tuple[Unit, ...]]:

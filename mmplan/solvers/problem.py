@@ -12,7 +12,7 @@ from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import ScalingCurve, Unit, Wave
+from mmplan.schema.plan import Order, ScalingCurve, Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
 from mmplan.solvers.cost_table import ModuleCosts
 
@@ -90,6 +90,7 @@ class Candidate:
         waves: order of the units' forwards, where units are slices.
         in_turn: tasks that run one after another.
         zero: ZeRO stage of this plan, None for the workload's.
+        order: on ranks that several units share, None for the usual one.
     """
 
     units: tuple[Unit, ...]
@@ -100,6 +101,7 @@ class Candidate:
     waves: tuple[Wave, ...] = ()
     in_turn: tuple[str, ...] = ()
     zero: Literal[0, 1, 2, 3] | None = None
+    order: Order | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
