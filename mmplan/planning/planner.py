@@ -73,6 +73,8 @@ from mmplan.wording import counted, missing, rank_ranges, size
 
 # Straggler factors below it are not worth a note.
 _LEAST_STRAGGLER = 1.005
+# Who found a plan that is a change of solvers' plans.
+NEIGHBOURS = "neighbours"
 # End of the label of the same plan with fused backwards.
 FUSED = ", fused backwards"
 # Plans beyond the first of each kind are simulated for at most this many search budgets.
@@ -373,7 +375,7 @@ class _CandidatePlans:
         first, budget = ranked[0].plan, SearchBudget(budget_s)
         least_s = lower_bound(first, self._costs_of(first)).seconds
         solution = Solution(
-            solver="neighbours",
+            solver=NEIGHBOURS,
             method="simulation",
             candidates=(),
             formula_bound_s=least_s,
@@ -425,7 +427,7 @@ class _CandidatePlans:
         best_of: dict[str, SimulatedPlan] = {}
         for item in ranked:
             best_of.setdefault(item.solution.solver, item)
-        usual = {solver: self._best_order(first) for solver, first in best_of.items()}
+        usual = {s: self._best_order(self._fused(first)) for s, first in best_of.items()}
         reordered = {solver: self._on_shared_ranks(item) for solver, item in usual.items()}
         split = {solver: self._best_backwards(fused) for solver, fused in reordered.items()}
 
@@ -433,7 +435,8 @@ class _CandidatePlans:
             return item is best_of[item.solution.solver]
 
         finalists = [(split[t.solution.solver] if is_refined(t) else t, t) for t in ranked]
-        finalists.sort(key=lambda pair: merit(pair[0]))
+        # Of equals, one that a solver found is easier to explain than a change of it.
+        finalists.sort(key=lambda pair: (*merit(pair[0]), pair[0].solution.solver == NEIGHBOURS))
         if trials is not None:
             finalists, trial_notes = run_trials(finalists, trials)
             self._search_notes += trial_notes
@@ -504,6 +507,18 @@ class _CandidatePlans:
             fits=lambda plan: peak_bytes(plan.predicted) <= self._memory_bytes,
         )
         return item if plan is item.plan else replace(item, plan=plan)
+
+    def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
+        """The plan with fused backwards, if these fit and can run."""
+        units = fused_backwards(item.plan.units, self._request.workload)
+        if units != item.plan.units:
+            with suppress(InvalidInputError):
+                plan = self._simulated(item.plan.model_copy(update={"units": units}))
+                if peak_bytes(plan.predicted) <= self._memory_bytes:
+                    objective_s = plan.predicted.iteration_s
+                    candidate = replace(item.candidate, objective_s=objective_s)
+                    return replace(item, plan=plan, candidate=candidate)
+        return item
 
     def _best_backwards(self, fused: SimulatedPlan) -> SimulatedPlan:
         """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
@@ -735,13 +750,17 @@ def straggler_note(plan: Plan, costs: CostModel) -> str | None:
 
 def pinned_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
     """The units with the backwards that the workload asks for; "auto" leaves them as they are."""
-    pins = {name: module.plan.split_backward for name, module in workload.modules.items()}
+    pins = [workload.modules[unit.module].plan.split_backward for unit in units]
     return tuple(
-        unit
-        if pins[unit.module] == "auto"
-        else _changed(unit, split_backward=pins[unit.module] is True, even_in_flight=False)
-        for unit in units
+        unit if pin == "auto" else _changed(unit, split_backward=pin, even_in_flight=False)
+        for unit, pin in zip(units, pins, strict=True)
     )
+
+
+def fused_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
+    """The units with fused backwards where the workload leaves them to the plan."""
+    fused = (_changed(unit, split_backward=False, even_in_flight=False) for unit in units)
+    return pinned_backwards(tuple(fused), workload)
 
 
 def best_backwards(
@@ -756,8 +775,6 @@ def best_backwards(
         simulated: adds the prediction to a plan.
     """
     best = plan
-    if _splits(plan.units, workload):  # the search has tried both
-        return plan
     for units in _variants(plan.units, workload):
         changed = plan.model_copy(update={"units": units})
         if not any(stage.split for stage in lower(changed).stages):
@@ -768,14 +785,6 @@ def best_backwards(
             if faster and peak_bytes(changed.predicted) <= cluster.device.memory_bytes:
                 best = changed
     return best
-
-
-def _splits(units: Sequence[Unit], workload: Workload) -> bool:
-    """Whether backwards are split that the workload leaves to the plan."""
-    return any(
-        unit.schedule.split_backward and workload.modules[unit.module].plan.split_backward == "auto"
-        for unit in units
-    )
 
 
 def _variants(units: Sequence[Unit], workload: Workload) -> Iterator[tuple[Unit, ...]]:
