@@ -29,6 +29,7 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Order, OrderRule, Plan, Schedule, ScheduleKind, Unit
 from mmplan.schema.profile import Profile
+from mmplan.schema.recompute import Recompute
 from mmplan.schema.workload import Workload, recomputing, resolve_tasks
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
@@ -83,7 +84,7 @@ class State:
 
     places: tuple[Place, ...]
     zero: int
-    full: frozenset[str]
+    full: frozenset[tuple[str, Recompute]]
     order: Order | None = None
     in_turn: tuple[str, ...] = ()
 
@@ -137,7 +138,7 @@ class LongSearch:
         self._free = free_modules(job)
         self._setting = cache(self._settled)
         self._costs = cache(self._costs_of)
-        first = self._setting(frozenset(start.recomputing & set(self._free)))
+        first = self._setting(self._chosen(start))
         self._modules = first.space.modules
         self._request, self._space = first.request, first.space
         self._best: Plan | None = None
@@ -212,7 +213,7 @@ class LongSearch:
 
     def _refined(self, plan: Plan) -> Plan:
         """As the planner does with its few best plans."""
-        setting = self._setting(frozenset(plan.recomputing & set(self._free)))
+        setting = self._setting(self._chosen(plan))
         memory = plan.cluster.device.memory_bytes
 
         def again(other: Plan) -> Plan:
@@ -252,8 +253,12 @@ class LongSearch:
             else None
         )
 
-    def _settled(self, full: frozenset[str]) -> _Setting:
-        job = recomputing(self._job, full) if self._free else self._job
+    def _chosen(self, plan: Plan) -> frozenset[tuple[str, Recompute]]:
+        """What a plan recomputes of what it may choose."""
+        return frozenset((m, v) for m, v in plan.recomputing.items() if m in self._free)
+
+    def _settled(self, full: frozenset[tuple[str, Recompute]]) -> _Setting:
+        job = recomputing(self._job, dict(full)) if self._free else self._job
         return _Setting(job, self._profile, self._start)
 
     def _costs_of(self, zero: int) -> CostModel:
@@ -329,7 +334,7 @@ class LongSearch:
                     kept=unit,
                 )
             )
-        full = frozenset(plan.recomputing & set(self._free))
+        full = self._chosen(plan)
         # Nominal times have the names of units, which this plan may have from another solver.
         order = None if plan.order is None else Order(rule=plan.order.rule)
         return State(
@@ -358,7 +363,9 @@ class LongSearch:
                 place = self._random_place(index, start, stop - start)
                 start, stop = 0, devices
             places[index] = place
-        full = frozenset(m for m in self._free if rng.random() < 0.5)
+        full: frozenset[tuple[str, Recompute]] = frozenset(
+            (m, "full") for m in self._free if rng.random() < 0.5
+        )
         return State(
             places=tuple(places[index] for index in range(number)),
             zero=least if rng.random() < 0.7 else rng.randint(least, 3),
@@ -620,7 +627,10 @@ class LongSearch:
     def _other_training(self, state: State, index: int) -> State:
         """ZeRO, or recomputation where it is free."""
         if self._free and self._rng.random() < 0.7:
-            return replace(state, full=state.full ^ {self._rng.choice(self._free)})
+            module = self._rng.choice(self._free)
+            others = frozenset(pair for pair in state.full if pair[0] != module)
+            turned = others | {(module, "full")} if others == state.full else others
+            return replace(state, full=turned)
         return replace(state, zero=self._rng.randint(self._job.train.zero, 3))
 
     def _other_order(self, state: State, index: int) -> State:

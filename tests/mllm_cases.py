@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from mmplan.ragged import Ragged
 from mmplan.schema.plan import Plan
+from mmplan.schema.recompute import Recompute
 from mmplan.schema.workload import Workload
 from mmplan.zoo.interleaved import IGNORE, InterleavedDigits, digits
 from tests import mllm
@@ -67,7 +68,7 @@ class MllmCase:
     vpp: int = 1
     freeze: str = "none"
     zero: int = 0
-    recompute: str = "none"
+    recompute: Recompute = "none"
     encoders: int = 1
 
     def __str__(self) -> str:

@@ -5,7 +5,10 @@ The solvers read the cost table (:mod:`mmplan.solvers.cost_table`); these stand 
 
 from __future__ import annotations
 
+from typing import cast
+
 from mmplan.costs.block_ranges import Blocks
+from mmplan.schema.recompute import Recompute
 from mmplan.solvers.problem import Problem
 
 
@@ -26,7 +29,7 @@ def stage_s(
         blocks=blocks,
         trainable=stage.trainable,
         input_gradient=stage.input_gradient,
-        recompute=problem.request.workload.modules[module].recompute,
+        recompute=_recompute(problem, module),
     )
     for loss in stage.hosted:
         own = costs.loss_s(loss=loss, samples=samples)
@@ -45,7 +48,7 @@ def held_bytes(problem: Problem, module: str, blocks: Blocks, tp: int, samples: 
         tp=tp,
         samples=samples,
         blocks=passed,
-        recompute=problem.request.workload.modules[module].recompute,
+        recompute=_recompute(problem, module),
     )
 
 
@@ -72,3 +75,7 @@ def _trained(problem: Problem, module: str, blocks: Blocks) -> float:
         problem.costs.parameters(task=problem.task.name, module=module, blocks=part)
         for part in problem.trainable(module, blocks)
     )
+
+
+def _recompute(problem: Problem, module: str) -> Recompute:
+    return cast(Recompute, problem.request.workload.modules[module].recompute)

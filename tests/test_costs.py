@@ -134,6 +134,11 @@ def test_recomputation_repeats_the_forward_of_what_a_gradient_passes() -> None:
     kept = costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4), recompute="full")
     assert kept == 4 * 2 * 50
     assert costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4)) == pytest.approx(800)
+    # Two of four blocks: the second and the last.
+    half = costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4), recompute=2)
+    assert half == pytest.approx(
+        4 * 50 + costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 3))
+    )
 
 
 def test_half_of_the_backward_is_for_inputs_when_not_said() -> None:

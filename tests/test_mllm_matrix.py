@@ -30,7 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "vpp": (1, 2),
     "freeze": tuple(FREEZES),
     "zero": (0, 1),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", 1),
     "encoders": (1, 2),
 }
 RANKS = 8

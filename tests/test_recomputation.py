@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -15,6 +16,7 @@ from mmplan.planning.recomputation import free_modules
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.schema.recompute import Recompute, recomputed_blocks
 from mmplan.schema.workload import Workload
 from tests.solving import module_profile, profile, run_solve, workload
 
@@ -32,7 +34,7 @@ def _random_job(rng: random.Random) -> tuple[Workload, Profile]:
     return job, profile(towers, rng.randint(2, 5), memory_bytes=rng.choice([2.0, 4.0, 8.0, 14.0]))
 
 
-def _with(job: Workload, **recompute: str) -> Workload:
+def _with(job: Workload, **recompute: Recompute | Literal["auto"]) -> Workload:
     modules = {
         name: spec.model_copy(update={"recompute": recompute.get(name, spec.recompute)})
         for name, spec in job.modules.items()
@@ -61,12 +63,42 @@ def test_two_modules_get_the_best_of_all_settings(tmp_path: Path) -> None:
             assert math.isinf(least_s)
             chosen["nothing fits"] += 1
             continue
-        assert plan.predicted.iteration_s == pytest.approx(least_s, rel=1e-9)
+        recomputed = plan.recomputing.values()
+        if {*recomputed} <= {"full"}:
+            assert plan.predicted.iteration_s == pytest.approx(least_s, rel=1e-9)
+        else:
+            assert plan.predicted.iteration_s < least_s
+            again = _solved(tmp_path, _with(job, **plan.recomputing), costs)
+            assert again is not None
+            assert again.predicted.iteration_s == plan.predicted.iteration_s
+            chosen["some blocks"] += 1
         check_agrees(plan, free)
-        check_agrees(plan, _with(job, **dict.fromkeys(plan.recomputing, "full")))
+        check_agrees(plan, _with(job, **plan.recomputing))
         chosen["+".join(sorted(plan.recomputing)) or "none"] += 1
     assert chosen["none"]
+    assert chosen["some blocks"]
     assert len(chosen) >= 3
+
+
+def test_some_blocks_lie_evenly_among_the_others() -> None:
+    for blocks, count in product(range(1, 9), repeat=2):
+        if count > blocks:
+            continue
+        ranges = recomputed_blocks(count, blocks)
+        chosen = [any(a <= b < z for a, z in ranges) for b in range(blocks)]
+        assert sum(chosen) == count
+        for a in range(blocks):
+            for z in range(a + 1, blocks + 1):
+                assert abs(sum(chosen[a:z]) - count * (z - a) / blocks) < 1
+    assert recomputed_blocks("none", 3) == ()
+    assert recomputed_blocks("full", 3) == recomputed_blocks(3, 3) == ((0, 3),)
+
+
+def test_more_blocks_than_there_are_cannot_recompute(tmp_path: Path) -> None:
+    towers = {"a": module_profile(1, 2, blocks=2, activation_bytes=1)}
+    job = workload({"a": {"recompute": 3}}, batch=4)
+    with pytest.raises(InvalidInputError, match="3 of 2 blocks"):
+        run_solve(tmp_path, job, profile(towers, 2), solver="auto")
 
 
 def test_a_plan_that_recomputes_is_not_one_of_a_workload_that_does_not(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class StageBlocks:
     Args:
         model: has the blocks.
         seeds: seeded before each block, and again where it runs a second time.
-        recompute: modules whose blocks keep their inputs only (``recompute: full``).
+        recompute: (module, index) of blocks that keep their inputs only.
         compiled: compiles blocks; None to run them as they are.
         gathered: makes blocks whole whose parameters are cut.
 
@@ -51,7 +51,7 @@ class StageBlocks:
         self,
         model: LocalModel,
         seeds: Seeds,
-        recompute: frozenset[str],
+        recompute: frozenset[tuple[str, int]],
         compiled: CompiledBlocks | None = None,
         *,
         gathered: GatheredBlocks,
@@ -77,8 +77,6 @@ class StageBlocks:
             arguments: of the first block.
             later: takes the weight gradients of a split backward.
         """
-        # Ranks of a tensor-parallel group run the same again, so their sums still meet.
-        again = stage.module in self._recompute and torch.is_grad_enabled()
         given = tuple(arguments)
         flow = RowFlow(self._model.row_groups.get(stage.index, ""))
         for index in range(*stage.blocks):
@@ -86,7 +84,8 @@ class StageBlocks:
             given = flow.before(cuts, given)
             self._gathered.before_forward(stage, index)
             try:
-                if again:
+                # Ranks of a tensor-parallel group run the same again, so their sums still meet.
+                if (stage.module, index) in self._recompute and torch.is_grad_enabled():
                     block = partial(
                         self._run_block, stage, index, step, first_sample, later, flow.length
                     )

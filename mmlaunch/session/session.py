@@ -245,7 +245,7 @@ class Session:
             StageBlocks(
                 self.model,
                 seeds,
-                plan.recomputing,
+                plan.recomputed_blocks,
                 CompiledBlocks(transport.device) if workload.train.compile else None,
                 gathered=gathered,
             )

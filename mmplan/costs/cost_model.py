@@ -22,6 +22,7 @@ from mmplan.program.shards import Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
+from mmplan.schema.recompute import Recompute, recomputed_blocks
 
 # Bytes of a row's logsumexp, which is computed in float32 at least.
 _STATISTIC_BYTES = 4
@@ -181,7 +182,7 @@ class CostModel(LinkCosts):
         blocks: Blocks | None = None,
         trainable: Ranges | None = None,
         input_gradient: bool = True,
-        recompute: str = "none",
+        recompute: Recompute = "none",
     ) -> float:
         """Seconds of a range's backward for one micro-batch.
 
@@ -196,7 +197,7 @@ class CostModel(LinkCosts):
             blocks: the stage, default the whole module.
             trainable: ranges of blocks that train, default all.
             input_gradient: whether something before the stage takes a gradient.
-            recompute: ``full`` adds the forward of the blocks that a gradient passes.
+            recompute: of the module; adds the forward of its blocks that a gradient passes.
         """
         whole = self._whole_cost(task, module, tp, samples)
         work = self._module(task, module).work
@@ -205,9 +206,12 @@ class CostModel(LinkCosts):
         if passed is None:
             return 0.0
         weights = sum(_between(work, part) for part in overlaps(blocks, trainable))
-        again = whole.forward_s if recompute == "full" else 0.0
-        return (whole.backward_input_s + again) * _between(work, passed) + (
-            max(whole.backward_s - whole.backward_input_s, 0.0) * weights
+        repeated = overlaps(passed, recomputed_blocks(recompute, len(work) - 1))
+        again = sum(_between(work, part) for part in repeated)
+        return (
+            whole.backward_input_s * _between(work, passed)
+            + whole.forward_s * again
+            + max(whole.backward_s - whole.backward_input_s, 0.0) * weights
         )
 
     def activation_bytes(
@@ -218,24 +222,25 @@ class CostModel(LinkCosts):
         tp: int,
         samples: float,
         blocks: Blocks | None = None,
-        recompute: str = "none",
+        recompute: Recompute = "none",
     ) -> float:
         """Bytes that one device holds of a micro-batch between its forward and backward.
 
-        With ``recompute="full"`` each block keeps its input only: the bytes of the cut before it,
-        replicated on every tensor-parallel rank, or shared out with sequence parallelism. It
-        never takes more than without.
+        A block that recomputes keeps its input only: the bytes of the cut before it, replicated on
+        every tensor-parallel rank, or shared out with sequence parallelism.
         """
         shares = self._module(task, module)
         blocks = blocks or (0, shares.profile.blocks)
-        full = self._whole_cost(task, module, tp, samples).activation_bytes * _between(
-            shares.activations, blocks
+        again = overlaps(blocks, recomputed_blocks(recompute, shares.profile.blocks))
+        held = _between(shares.activations, blocks) - sum(
+            _between(shares.activations, part) for part in again
         )
-        if recompute != "full":
-            return full
         inputs = self._input_bytes(task, module)
         sharers = tp if self.training.sequence_parallel else 1
-        return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]) / sharers)
+        return (
+            self._whole_cost(task, module, tp, samples).activation_bytes * held
+            + samples * sum(_between(inputs, part) for part in again) / sharers
+        )
 
     def _input_bytes(self, task: str, module: str) -> list[float]:
         """Running sums of the blocks' input bytes per sample."""
@@ -456,7 +461,7 @@ class CostModel(LinkCosts):
         self._asked[text] = curve, min(least, size), max(most, size)
 
 
-def _between(running: tuple[float, ...], blocks: Blocks) -> float:
+def _between(running: Sequence[float], blocks: Blocks) -> float:
     return running[blocks[1]] - running[blocks[0]]
 
 

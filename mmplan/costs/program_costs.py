@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from mmplan.costs.block_ranges import gradient_blocks
+from mmplan.costs.block_ranges import Blocks, gradient_blocks, overlaps
 from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
@@ -23,6 +23,7 @@ from mmplan.program.shards import BUCKET_BYTES, Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.schema.recompute import Recompute, recomputed_blocks
 
 OwnedBlock = tuple[str, int]  # owner, block
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
@@ -48,7 +49,7 @@ class ProgramCosts:
     def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
         self.program = program
         self.costs = costs
-        self._recompute = {
+        self._recompute: dict[tuple[str, str], Recompute] = {
             (task, name): module.recompute
             for task, planned in plan.tasks.items()
             for name, module in planned.modules.items()
@@ -373,9 +374,12 @@ class ProgramCosts:
             recompute=self._recompute[stage.task, stage.module],
         )
 
-    def recomputes(self, stage: Stage) -> bool:
-        """Whether a stage's blocks keep their inputs only."""
-        return self._recompute[stage.task, stage.module] == "full"
+    def recomputed(self, stage: Stage) -> list[Blocks]:
+        """Those of a stage's blocks that a gradient passes and that keep their inputs only."""
+        passed = passed_blocks(stage)
+        blocks = self.costs.num_blocks(task=stage.task, module=stage.module)
+        again = recomputed_blocks(self._recompute[stage.task, stage.module], blocks)
+        return [] if passed is None else overlaps(passed, again)
 
     def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
         """Bytes of a rank's gradients, of each block (owner, block) that trains.

@@ -20,16 +20,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from mmplan.arrays import Floats
+from mmplan.costs.block_ranges import overlaps
 from mmplan.costs.cost_model import CostModel
 from mmplan.program.lower import lower
 from mmplan.program.model import CrossSampleLoss, Graph, Stage
 from mmplan.schema.plan import Plan, PlanLoss, PlannedTraining, Schedule, Unit
 from mmplan.schema.profile import Curve
+from mmplan.schema.recompute import recomputed_blocks
 from mmplan.simulation.step import Simulation
 
 # What rounding may take from a simulated step, relative.
@@ -37,7 +39,7 @@ _ROUNDING = 1e-9
 # The weights are found in steps of 1/4, 1/8 and so on: so many.
 _STEP_SIZES = 7
 # A tensor-parallel degree, and whether a block recomputes; None where it has nothing to.
-_Way = tuple[int, str | None]
+_Way = tuple[int, Literal["none", "full"] | None]
 # Curves with their factors: a sum.
 _CurveSum = Sequence[tuple[Curve, float]]
 
@@ -217,13 +219,15 @@ class _Blocks:
 
     # --- choices ---------------------------------------------------------------------
 
-    def _recomputations(self, stage: Stage) -> tuple[str | None, ...]:
+    def _recomputations(self, stage: Stage) -> tuple[Literal["none", "full"] | None, ...]:
         """Of a block that keeps something for its backward; None for the others."""
         if not stage.has_backward or not (stage.input_gradient or stage.trainable):
             return (None,)
         if stage.module in self._plan.solver.recompute_auto:
             return ("none", "full")
-        return (self._plan.tasks[stage.task].modules[stage.module].recompute,)
+        module = self._plan.tasks[stage.task].modules[stage.module]
+        again = overlaps(stage.blocks, recomputed_blocks(module.recompute, module.blocks))
+        return ("full" if again else "none",)
 
     def _largest(self, stage: Stage) -> dict[_Way, int]:
         """Of each way that fits a device with one sample, the largest size that does.

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedModule, PlannedTask
 from mmplan.schema.profile import BlockRun, BuiltPart, Fingerprint, Profile
+from mmplan.schema.recompute import Recompute
 from mmplan.schema.workload import (
     DataSpec,
     LossSpec,
@@ -50,7 +51,7 @@ def planned_task(
                 blocks=blocks[name],
                 frozen=task.frozen[name],
                 share=workload.modules[name].share,
-                recompute="full" if workload.modules[name].recompute == "full" else "none",
+                recompute=_recompute(name, workload.modules[name].recompute, blocks[name]),
                 backbone=bool(workload.modules[name].backbone),
                 ties=ties.get(name, ()),
             )
@@ -132,6 +133,16 @@ def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return f"{name} was another one"
     before = f"was {json.dumps(was[name])}" if name in was else "is new"
     return f"{name} {before}, the workload has {json.dumps(now[name])}"
+
+
+def _recompute(name: str, said: Recompute | Literal["auto"], blocks: int) -> Recompute:
+    """What a plan has of it; what is left to a plan is none until it says otherwise."""
+    if isinstance(said, int) and said > blocks:
+        raise InvalidInputError(
+            f"modules.{name}.recompute: {said} of {counted(blocks, 'block')}",
+            hint="full is all of them",
+        )
+    return "none" if said == "auto" else said
 
 
 def plan_differences(plan: Plan, workload: Workload) -> list[str]:

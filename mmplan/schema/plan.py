@@ -25,6 +25,7 @@ from mmplan.schema.base import (
 )
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.grid import RankGrid
+from mmplan.schema.recompute import Recompute, recomputed_blocks
 
 
 class FileReference(Record):
@@ -309,6 +310,7 @@ class PlannedModule(Record):
     Attributes:
         blocks: how many.
         frozen: true, or half-open ranges of blocks.
+        recompute: none, full, or the number of blocks that run their forward again.
         ties: the blocks, ascending, of each parameter that several blocks share; equal ones once.
     """
 
@@ -316,7 +318,7 @@ class PlannedModule(Record):
     blocks: Count = Field(le=100_000)
     frozen: Bool | tuple[Range, ...] = False
     share: Str | None = None
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     backbone: Bool = False
     ties: tuple[tuple[Index, ...], ...] = ()
 
@@ -432,13 +434,24 @@ class Plan(Document):
         return any(unit.tp > 1 for unit in self.units) or bool(self.training.zero)
 
     @property
-    def recomputing(self) -> frozenset[str]:
-        """Modules whose blocks run their forward again in backward."""
-        return frozenset(
-            name
+    def recomputing(self) -> dict[str, Recompute]:
+        """Modules with blocks that run their forward again in backward, and how many do."""
+        return {
+            name: module.recompute
             for task in self.tasks.values()
             for name, module in task.modules.items()
-            if module.recompute == "full"
+            if module.recompute != "none"
+        }
+
+    @property
+    def recomputed_blocks(self) -> frozenset[tuple[str, int]]:
+        """The blocks that do, by module and index."""
+        return frozenset(
+            (name, block)
+            for task in self.tasks.values()
+            for name, module in task.modules.items()
+            for part in recomputed_blocks(module.recompute, module.blocks)
+            for block in range(*part)
         )
 
     def unit(self, name: str) -> Unit:

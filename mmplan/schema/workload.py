@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -27,6 +27,7 @@ from mmplan.schema.base import (
 )
 from mmplan.schema.evaluation import TOTAL, EvalSpec, MetricSpec
 from mmplan.schema.made import Args, DataSpec, Factory
+from mmplan.schema.recompute import Recompute
 from mmplan.schema.train import TaskSet, TrainSpec, task_sets
 
 Degrees = Count | tuple[Count, ...]
@@ -77,8 +78,8 @@ class ModuleSpec(Record):
         frozen: true, or half-open ranges of blocks that do not train.
         init: safetensors file or folder to start from.
         share: another module whose parameters this one uses.
-        recompute: full keeps only the inputs of blocks and runs them again in backward; auto lets
-            the plan say.
+        recompute: full keeps only the inputs of blocks and runs them again in backward; a number
+            does so for so many blocks, spread evenly; auto lets the plan say.
         backbone: the LLM of a chain; default: the module with the most seconds per sample.
         plan: degrees that the solver must or may choose.
     """
@@ -89,7 +90,7 @@ class ModuleSpec(Record):
     frozen: Frozen = False
     init: Str | None = None
     share: Str | None = None
-    recompute: Literal["none", "full", "auto"] = "none"
+    recompute: Literal["none", "full", "auto"] | Count = "none"
     backbone: Bool | None = None
     plan: Pins = Pins()
 
@@ -209,10 +210,10 @@ class TaskView:
         return math.lcm(*self.sync_batches.values()) if self.sync_batches else self.batch
 
 
-def recomputing(workload: Workload, full: Collection[str]) -> Workload:
-    """The workload with ``recompute: auto`` settled: ``full`` for these modules, else ``none``."""
+def recomputing(workload: Workload, chosen: Mapping[str, Recompute]) -> Workload:
+    """The workload with ``recompute: auto`` settled: ``none`` for modules that are not here."""
     modules = {
-        name: spec.model_copy(update={"recompute": "full" if name in full else "none"})
+        name: spec.model_copy(update={"recompute": chosen.get(name, "none")})
         if spec.recompute == "auto"
         else spec
         for name, spec in workload.modules.items()

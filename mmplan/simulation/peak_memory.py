@@ -486,9 +486,10 @@ class StageMemory:
         if passed is None:
             return alone, 0.0
         backward = known.backward_extra.at(size)
-        if self.costs.recomputes(stage):
+        again = self.costs.recomputed(stage)
+        if again:
             # A block runs forward again, and holds all of its activations during its backward.
-            largest = max(
+            backward += max(
                 self.costs.costs.activation_bytes(
                     task=stage.task,
                     module=stage.module,
@@ -496,9 +497,11 @@ class StageMemory:
                     samples=weighted_samples,
                     blocks=(block, block + 1),
                 )
-                for block in range(*passed)
+                for part in again
+                for block in range(*part)
             )
-            return alone, backward + largest
+        if again == [passed]:
+            return alone, backward
         forward = known.forward_extra.at(size)
         return (forward if passed == stage.blocks else max(forward, alone)), backward
 

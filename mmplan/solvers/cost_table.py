@@ -21,10 +21,12 @@ from mmplan.costs.fit import curve_values
 from mmplan.costs.links import all_reduce_s
 from mmplan.costs.program_costs import CostModel
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.recompute import Recompute, recomputed_blocks
 
 # Columns of a stage's shares: of the module's work; of the work that a gradient passes; of the
-# work whose weights train; 1 where the losses are that the module hosts.
-WORK, PASSED, TRAINED, LOSSES = range(4)
+# work whose weights train; of what of the passed work recomputes; 1 where the losses are that the
+# module hosts.
+WORK, PASSED, TRAINED, AGAIN, LOSSES = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +35,9 @@ class StageCosts:
 
     Attributes:
         cuts: the stages.
-        shares: [C, 4], columns above.
-        held: [C], share of the module's activations that is held.
-        inputs: [C], bytes per sample of the inputs of blocks, which recomputation holds.
+        shares: [C, 5], columns above.
+        held: [C], share of the module's activations that is held, of blocks that do not recompute.
+        inputs: [C], bytes per sample of the inputs of blocks that recompute.
         trained: [C], parameters that train; ``frozen`` the others.
         cut_bytes: [C], of the output of each stage, per sample.
     """
@@ -59,7 +61,7 @@ class ModuleCosts:
         passed: of each block, whether a gradient passes.
         trains: of each block, whether its weights train.
         losses: that the last block hosts.
-        recomputes: whether blocks keep their inputs only.
+        recompute: of the module: how many blocks keep their inputs only.
         round_samples: of a round of the task.
 
     Attributes:
@@ -75,11 +77,11 @@ class ModuleCosts:
         passed: Sequence[bool],
         trains: Sequence[bool],
         losses: Sequence[str],
-        recomputes: bool,
+        recompute: Recompute,
         round_samples: int,
     ) -> None:
         self._costs, self._task, self._module = costs, task, module
-        self._recomputes, self._round_samples = recomputes, round_samples
+        self._round_samples = round_samples
         self._trained_bytes = cache(self._bytes_per_trained)
         self._straggler = cache(self._compute_straggler)
         self._losses = losses
@@ -90,15 +92,20 @@ class ModuleCosts:
 
         work, parameters = array(costs.work_share), array(costs.parameters)
         passed_L, trains_L = np.array(passed, dtype=np.float64), np.array(trains, dtype=np.float64)
+        again_L = np.zeros(len(cuts))
+        for first, end in recomputed_blocks(recompute, len(cuts)):
+            again_L[first:end] = passed_L[first:end]
         last_L = np.arange(len(cuts)) == len(cuts) - 1
         cut_bytes = np.array(
             [costs.cut_bytes(task=task, module=module, after_block=b) for b, _ in cuts]
         )
         self.blocks = StageCosts(
             cuts=cuts,
-            shares=np.stack([work, work * passed_L, work * trains_L, last_L], axis=1),
-            held=array(costs.activation_share) * passed_L,
-            inputs=np.append(cut_bytes[:1], cut_bytes[:-1]) * passed_L,
+            shares=np.stack(
+                [work, work * passed_L, work * trains_L, work * again_L, last_L], axis=1
+            ),
+            held=array(costs.activation_share) * (passed_L - again_L),
+            inputs=np.append(cut_bytes[:1], cut_bytes[:-1]) * again_L,
             trained=parameters * trains_L,
             frozen=parameters * (1 - trains_L),
             cut_bytes=cut_bytes,
@@ -136,7 +143,7 @@ class ModuleCosts:
     # --- seconds ------------------------------------------------------------------------
 
     def seconds(self, tp: int, size: Ints, dp: Ints | None = None) -> tuple[Floats, Floats]:
-        """``[4, ...]`` what the columns of a stage's shares are multiplied by.
+        """``[5, ...]`` what the columns of a stage's shares are multiplied by.
 
         Args:
             tp: tensor-parallel degree.
@@ -154,8 +161,6 @@ class ModuleCosts:
         forward = curve_values(fit.forward, work)
         inputs = curve_values(fit.backward_input, work)
         weights = np.maximum(curve_values(fit.backward, work) - inputs, 0.0)
-        if self._recomputes:
-            inputs = inputs + forward
         none, loss, loss_backward = (np.zeros_like(forward) for _ in range(3))
         for own in (self._costs.loss_curves(name, tp) for name in self._losses):
             if own is None:
@@ -163,8 +168,8 @@ class ModuleCosts:
             loss = loss + curve_values(own.forward, size)
             loss_backward = loss_backward + curve_values(own.backward, size)
         return (
-            np.stack([forward, none, none, loss]),
-            np.stack([none, inputs, weights, loss_backward]),
+            np.stack([forward, none, none, none, loss]),
+            np.stack([none, inputs, weights, forward, loss_backward]),
         )
 
     # --- bytes --------------------------------------------------------------------------
@@ -186,18 +191,16 @@ class ModuleCosts:
         """Activations of one micro-batch.
 
         Args:
-            held: share of the module's activations.
-            inputs: bytes per sample of the blocks' inputs.
+            held: share of the module's activations, of blocks that do not recompute.
+            inputs: bytes per sample of the others' inputs.
             tp: of the stages.
             size: samples of the micro-batch.
             activation: :meth:`activation_bytes`, where there are several ``tp``.
         """
         if activation is None:
             activation = self.activation_bytes(int(tp), size)
-        if not self._recomputes:
-            return held * activation
         sharers = tp if self._costs.training.sequence_parallel else 1
-        return np.minimum(held * activation, inputs * size / sharers)
+        return held * activation + inputs * size / sharers
 
     def parameter_bytes(
         self,

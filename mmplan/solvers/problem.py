@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 from mmplan.costs.block_ranges import Blocks, gradient_blocks
 from mmplan.costs.program_costs import CostModel
@@ -13,6 +13,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Order, ScalingCurve, Unit, Wave
+from mmplan.schema.recompute import Recompute
 from mmplan.schema.workload import TaskView, Workload
 from mmplan.solvers.cost_table import ModuleCosts
 
@@ -191,7 +192,7 @@ class Problem:
             passed=[block.passed is not None for block in blocks],
             trains=[bool(block.trainable) for block in blocks],
             losses=self.hosted_losses(module),
-            recomputes=self.request.workload.modules[module].recompute == "full",
+            recompute=cast(Recompute, self.request.workload.modules[module].recompute),
             round_samples=self.round_samples,
         )
 
