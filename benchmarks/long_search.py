@@ -46,10 +46,11 @@ WARMTH = 0.04
 # One more change is made at once with this probability.
 AGAIN = 0.4
 MOST_LEAD = 6
-# Larger programs are not simulated: micro-batches of one sample on few devices.
-MOST_INSTRUCTIONS = 40_000
+# Programs larger than this, and than 1.25 times that of the plan to beat, are not simulated:
+# micro-batches of one sample on few devices.
+MOST_INSTRUCTIONS = 4_000
 # Changes looked at for each simulation, and such that do not fit the memory, at most.
-LOOKED_AT, REFUSED = 200, 3
+LOOKED_AT, REFUSED = 40, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ class LongSearch:
         self._modules = first.space.modules
         self._request, self._space = first.request, first.space
         self._best: Plan | None = None
+        self._most_instructions = max(MOST_INSTRUCTIONS, 1.25 * _instructions(lower_plan(start)))
         self._evaluations = self._refused = 0
 
     def run(self, evaluations: int) -> Found:
@@ -238,7 +240,7 @@ class LongSearch:
         memory, costs = plan.cluster.device.memory_bytes, self._costs(plan.training.zero)
         try:
             lowered = lower_plan(plan)
-            if _instructions(lowered) > MOST_INSTRUCTIONS:
+            if _instructions(lowered) > self._most_instructions:
                 return None
             if memory_lower_bound(plan, costs, lowered) > memory:
                 self._refused += 1

@@ -40,6 +40,8 @@ from tests.solving import module_profile, profile, run_solve, workload
 
 # Larger spaces take minutes to enumerate.
 MOST_LAYOUTS = 2_500
+# Small jobs that the slow test enumerates: some eight minutes.
+INSTANCES = 500
 NO_FILE = FileReference(path="", sha256="")
 NO_REPORT = SolverReport(
     name="test", method="test", seconds=0, objective_s=0, formula_bound_s=0, formula_gap=0
@@ -211,8 +213,9 @@ def test_auto_is_as_good_as_all_small_plans(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_auto_is_near_the_shortest_of_all_small_plans(tmp_path: Path) -> None:
-    found = [value for seed in range(150) if (value := regret(tmp_path, seed)) is not None]
-    assert len(found) >= 80
+    """Nor does it find none where one fits."""
+    regrets = (regret(tmp_path, seed) for seed in itertools.count())
+    found = list(itertools.islice((x for x in regrets if x is not None), INSTANCES))
     assert median(found) <= 0.01
     assert max(found) <= 0.05
 
