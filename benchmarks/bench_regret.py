@@ -1,7 +1,7 @@
 """Regret of `auto`: its plans beside those of a long random search in simulation.
 
     python benchmarks/bench_regret.py [--names "towers-0, 4;clip-digits, 8"] [--evaluations 1000]
-        [--results FILE] [--most-devices N] [--write-docs]
+        [--results FILE] [--seconds S] [--write-docs]
 
 See regret_cases.py for the workloads and long_search.py for the search, which simulates 1,000 plans
 for each: random restarts, and changes of the plan of `auto` that its own search does not have.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -96,7 +97,9 @@ def section(results: Sequence[Result]) -> str:
         f"{i['shortest_s']:.4g} s is possible."
         for i in worse
     ]
-    return "\n\n".join([table(header, rows), "\n".join(lines) or "None has 0.5% or more."])
+    unsolved = [f"- {i['name']} devices: {i['infeasible']}." for i in results if "infeasible" in i]
+    listed = "\n".join([*lines, *unsolved])
+    return "\n\n".join([table(header, rows), listed or "None has 0.5% or more."])
 
 
 def row(label: str, items: Sequence[Result]) -> list[str]:
@@ -120,22 +123,24 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=Path("build/regret.jsonl"), help="goes on here"
     )
-    parser.add_argument("--most-devices", type=int, default=1296, help="leave out larger ones")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of CPU, then none is begun"
+    )
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    asked = options.names.split(";") if options.names else regret_cases.names()
-    names = [n for n in asked if int(n.rsplit(", ", 1)[1]) <= options.most_devices]
+    names = options.names.split(";") if options.names else regret_cases.names()
     lines = options.results.read_text("utf-8").splitlines() if options.results.exists() else []
     results = {item["name"]: item for item in map(json.loads, lines)}
     for name in names:
-        if name not in results:
+        if name not in results and time.process_time() < options.seconds:
             item = results[name] = result(regret_cases.case(name), options.evaluations)
             options.results.parent.mkdir(parents=True, exist_ok=True)
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(item) + "\n")
             print(json.dumps(item), file=sys.stderr, flush=True)
-    text = section([results[name] for name in names])
+    found = [results[name] for name in names if name in results]
+    text = f"{section(found)}\n\n{len(found)} of {len(names)} workloads were run."
     print(text)
     if options.write_docs:
         command = f"`python benchmarks/bench_regret.py --evaluations {options.evaluations}`"
