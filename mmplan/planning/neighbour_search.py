@@ -70,6 +70,7 @@ class UnitChoice:
 
     Attributes:
         size: samples of its largest micro-batch.
+        offset: devices of its group before its first.
         kept: the unit of a start whose blocks and micro-batches these are; None where they follow
             from the rest.
     """
@@ -81,12 +82,18 @@ class UnitChoice:
     size: int
     kind: ScheduleKind
     lead: int
+    offset: int = 0
     kept: Unit | None = field(default=None, compare=False)
 
     @property
     def devices(self) -> int:
         """Of the unit."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def end(self) -> int:
+        """Devices of its group up to its last."""
+        return self.offset + self.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class PlanLayout:
 
     Attributes:
         choices: of each unit.
-        groups: units that share devices, each from the group's first device on; ascending.
+        groups: units that share devices, whole or in part; ascending.
         zero: ZeRO stage.
         backwards: whole, split, or split with as many micro-batches on all stages, where the
             workload leaves it to the plan.
@@ -113,8 +120,8 @@ class PlanLayout:
     in_turn: tuple[str, ...] = ()
 
     def group_devices(self, group: Sequence[int]) -> int:
-        """Devices of a group: those of its largest unit."""
-        return max(self.choices[index].devices for index in group)
+        """Devices of a group: up to the last of all units."""
+        return max(self.choices[index].end for index in group)
 
     @property
     def devices(self) -> int:
@@ -199,14 +206,15 @@ class LayoutSpace:
                 groups.remove(other)
                 ranks, members = ranks | other[0], members + other[1]
             groups.append((ranks, members))
+        first = {index: min(ranks) for ranks, members in groups for index in members}
         return PlanLayout(
-            choices=tuple(itertools.starmap(self._choice_of, enumerate(own))),
+            choices=tuple(self._choice_of(i, unit, first[i]) for i, unit in enumerate(own)),
             groups=tuple(sorted(tuple(sorted(members)) for _, members in groups)),
             zero=plan.training.zero,
             in_turn=plan.in_turn,
         )
 
-    def _choice_of(self, index: int, unit: Unit) -> UnitChoice:
+    def _choice_of(self, index: int, unit: Unit, first: int) -> UnitChoice:
         kind = unit.schedule.kind
         if kind == "wave":
             kind = "batch-sync" if self.modules[index][1].task.sync_batches else "1f1b"
@@ -218,6 +226,7 @@ class LayoutSpace:
             size=max(map(max, unit.microbatches)),
             kind=kind,
             lead=unit.schedule.lead,
+            offset=min(unit.all_ranks) - first,
             kept=unit,
         )
 
@@ -230,7 +239,7 @@ class LayoutSpace:
             return None
         units: list[Unit] = []
         for index, choice in enumerate(layout.choices):
-            start = places[str(layout.group_of(index))].members[0]
+            start = places[str(layout.group_of(index))].members[0] + choice.offset
             grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
             if not _inside_nodes(grid, cluster):
                 return None
@@ -320,7 +329,8 @@ class LayoutSpace:
         for index in group:
             choice = layout.choices[index]
             busy_s = self.cost(index, choice).busy_s
-            total_R[: choice.devices] += np.tile(np.repeat(busy_s, choice.tp), choice.dp)
+            own_R = np.tile(np.repeat(busy_s, choice.tp), choice.dp)
+            total_R[choice.offset : choice.end] += own_R
         return float(total_R.max())
 
     def estimate_s(self, layout: PlanLayout) -> float:
@@ -336,13 +346,21 @@ class LayoutSpace:
         for consumer, producer in reversed(consumers):
             wait = after[consumer] + own[consumer].through_s
             after[producer] = max(after[producer], wait)
-        ends: list[float] = []
-        for group in layout.groups:
-            path_s = max(into[i] + own[i].through_s + after[i] for i in group)
-            fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-            reduce_s = max(own[i].reduce_s for i in group)
-            ends.append(self._busy_s(layout, group) + fill_s + reduce_s)
-        return max(ends)
+        apart = set(layout.in_turn)
+        tasks = [problem.task.name for _, problem, _ in self.modules]
+        turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
+        turns += [set(tasks) - apart] if set(tasks) - apart else []
+        total_s = 0.0
+        for turn in turns:
+            ends: list[float] = []
+            for whole in layout.groups:
+                if group := [index for index in whole if tasks[index] in turn]:
+                    path_s = max(into[i] + own[i].through_s + after[i] for i in group)
+                    fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
+                    reduce_s = max(own[i].reduce_s for i in group)
+                    ends.append(self._busy_s(layout, group) + fill_s + reduce_s)
+            total_s += max(ends)
+        return total_s
 
     def _passing_s(
         self, layout: PlanLayout, own: Sequence[_Cost], producer: int, consumer: int
@@ -379,7 +397,8 @@ class LayoutSpace:
                 (fixed[self._owners[index], choice.tp], active_R), held, strict=True
             ):
                 own_R = np.tile(np.repeat(of_P, choice.tp), choice.dp)
-                np.maximum(total_R[: choice.devices], own_R, out=total_R[: choice.devices])
+                place_R = total_R[choice.offset : choice.end]
+                np.maximum(place_R, own_R, out=place_R)
         return float((sum(fixed.values()) + active_R).max())
 
     def _bytes(self, index: int, choice: UnitChoice, zero: int) -> tuple[Floats, Floats]:
@@ -424,6 +443,7 @@ class LayoutSpace:
             self._merged(layout),
             self._split(layout),
             self._alike(layout),
+            self._shifted(layout),
         )
         for other in changes:
             if other.devices <= self._request.devices:
@@ -507,7 +527,16 @@ class LayoutSpace:
         degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": size}
         if not all(pins.allows(name, value) for name, value in degrees.items()):
             return None
-        changed = UnitChoice(tp=tp, pp=pp, vpp=vpp, dp=dp, size=size, kind=kind, lead=choice.lead)
+        changed = UnitChoice(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            dp=dp,
+            size=size,
+            kind=kind,
+            lead=choice.lead,
+            offset=choice.offset,
+        )
         return None if changed == choice else changed
 
     def _sizes_of(self, choice: UnitChoice, dp: int) -> list[int]:
@@ -565,8 +594,11 @@ class LayoutSpace:
             own = layout.group_devices(group)
             for index in group:
                 choice = layout.choices[index]
-                if choice.devices == own or choice.devices > devices:
-                    other = self._on_devices(index, choice, devices)
+                if choice.devices == own or choice.end > devices:
+                    # Of units with a part of the group the share stays.
+                    offset = choice.offset * devices // own
+                    room = max(1, choice.devices * devices // own)
+                    other = self._on_devices(index, replace(choice, offset=offset), room)
                     if other is None:
                         return None
                     changed[index] = other
@@ -596,7 +628,8 @@ class LayoutSpace:
             devices = layout.group_devices(first) + layout.group_devices(second)
             changed: dict[int, UnitChoice] = {}
             for index in first + second:
-                if other := self._on_devices(index, layout.choices[index], devices):
+                choice = replace(layout.choices[index], offset=0)
+                if other := self._on_devices(index, choice, devices):
                     changed[index] = other
             yield nested.with_choices(changed)
 
@@ -641,10 +674,10 @@ class LayoutSpace:
             for tp, size in ways if len(group) > 1 else ():
                 dp, changed = devices // tp, dict[int, UnitChoice]()
                 for index in group if dp else ():
-                    choice = layout.choices[index]
+                    choice = replace(layout.choices[index], offset=0)
                     own = min(dp, self.modules[index][1].round_samples)
-                    if other := self._with(index, choice, tp=tp, pp=1, dp=own, size=size):
-                        changed[index] = other
+                    other = self._with(index, choice, tp=tp, pp=1, dp=own, size=size)
+                    changed[index] = other or choice
                 if changed:
                     yield replace(layout.with_choices(changed), groups=groups)
 
@@ -652,6 +685,17 @@ class LayoutSpace:
         """Tensor-parallel degrees that all units of a group may have."""
         each = [self.tensor_degrees(index) for index in group]
         return sorted(set.intersection(*map(set, each)))
+
+    def _shifted(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A unit on other devices of its group: where another begins, or behind it."""
+        for group in layout.groups:
+            places = {n for i in group for n in (layout.choices[i].offset, layout.choices[i].end)}
+            for index in group if len(group) > 1 else ():
+                choice, most = layout.choices[index], layout.group_devices(group)
+                for offset in sorted(places - {choice.offset}):
+                    if offset + choice.devices <= most:
+                        moved = replace(choice, offset=offset)
+                        yield layout.with_choices({index: moved})
 
     def _split(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """One unit of a group on devices of its own: idle ones, or some of the group's."""
@@ -677,16 +721,20 @@ class LayoutSpace:
 def _with_usual_leads(layout: PlanLayout) -> PlanLayout:
     """The layout with a lead where a unit waits for others of its group, and none where it cannot.
 
+    Groups begin with a unit.
+
     Units with the same degrees and sizes hand their outputs on without a message, one by one.
     """
     changed: dict[int, UnitChoice] = {}
     for group in layout.groups:
         own = [layout.choices[index] for index in group]
-        alike = len({(c.tp, c.dp, c.size) for c in own}) == 1 and all(c.pp == 1 for c in own)
+        first = min(choice.offset for choice in own)
+        shapes = {(c.tp, c.dp, c.size, c.offset) for c in own}
+        alike = len(shapes) == 1 and all(c.pp == 1 for c in own)
         for index, choice in zip(group, own, strict=True):
             lead = 0 if alike and len(group) > 1 else max(choice.lead, 1)
-            if lead != choice.lead:
-                changed[index] = replace(choice, lead=lead)
+            if lead != choice.lead or first:
+                changed[index] = replace(choice, lead=lead, offset=choice.offset - first)
     return layout.with_choices(changed)
 
 
@@ -911,7 +959,7 @@ class NeighbourSearch:
 def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
     """What estimates are corrected by: each unit's choice, whatever its lead."""
     for index, choice in enumerate(layout.choices):
-        yield layout.backwards, index, replace(choice, lead=0)
+        yield layout.backwards, index, replace(choice, lead=0, offset=0)
 
 
 def _merit(plan: Plan) -> tuple[float, int]:

@@ -430,6 +430,9 @@ class _CandidatePlans:
         usual = {s: self._best_order(self._fused(first)) for s, first in best_of.items()}
         reordered = {solver: self._on_shared_ranks(item) for solver, item in usual.items()}
         split = {solver: self._best_backwards(fused) for solver, fused in reordered.items()}
+        for solver, first in best_of.items():  # a search may have found more
+            if _step_s(first) < _step_s(split[solver]):
+                split[solver] = first
 
         def is_refined(item: SimulatedPlan) -> bool:
             return item is best_of[item.solution.solver]
@@ -609,6 +612,10 @@ class _CandidatePlans:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
+
+
+def _step_s(item: SimulatedPlan) -> float:
+    return rounded(item.plan.predicted.iteration_s)
 
 
 def file_reference(document: Document, path: str | Path | None, folder: Path) -> FileReference:
