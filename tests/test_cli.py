@@ -106,6 +106,7 @@ def test_json_is_the_only_thing_on_stdout(files: Files) -> None:
         "workload": compared,
         "faults": [],
         "most_communicators": 2,
+        "most_held_blocks": 32,
     }
     simulated = call("mmplan", "simulate", files.solved, "--trace", trace, "--json").document
     assert simulated["iteration_s"] == pytest.approx(plan["predicted"]["iteration_s"])

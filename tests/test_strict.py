@@ -15,6 +15,8 @@ from mmlaunch.comm.strict import Mode, StrictTransport, StrictWorld
 from mmlaunch.comm.transport import CommGroup, Done, TransferEnd
 from mmlaunch.execute.executor import Executor
 from mmplan.errors import RunFailedError
+from mmplan.program.communicators import most_held_blocks
+from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Program
 from mmplan.simulation.peak_memory import ExpectedMemory
@@ -56,6 +58,8 @@ def check(
     assert world.faults == []
     assert not verdict.differences
     assert verdict.worst <= TOLERANCE["fp64"]
+    if mode == "channels":
+        assert 0 < world.most_blocks <= most_held_blocks(compile_plan(plan))
 
 
 @pytest.mark.parametrize("row", pairwise_rows(SMALL), ids=str)

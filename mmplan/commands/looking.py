@@ -78,7 +78,7 @@ def check(
     """Prove that a plan trains its workload. Nothing is run."""
     from mmplan import api
     from mmplan.proof.certificate import certificate_path
-    from mmplan.reporting.numbers import communicators
+    from mmplan.reporting.numbers import communicators, held_multiprocessors, held_too_many
 
     out = Output(as_json=as_json)
     checked = api.check(
@@ -105,6 +105,7 @@ def check(
             "workload": str(workload) if checked.compared else None,
             "faults": list(faults),
             "most_communicators": most and most.total,
+            "most_held_blocks": proof and proof.held_blocks,
         }
     )
     if faults:
@@ -116,8 +117,12 @@ def check(
     trains = "it trains its workload, " if checked.compared else ""
     out.text(f"no faults: {trains}every sample reaches every gradient once, no rank waits for ever")
     out.text("no rank waits for ever either where sends wait for receives and there are no tags")
-    if most is not None:
-        out.text(f"on GPUs {communicators(most, checked.plan.cluster.device)}")
+    if proof is not None and most is not None:
+        device = checked.plan.cluster.device
+        out.text(f"on GPUs {communicators(most, device)}")
+        out.text(f"on GPUs {held_multiprocessors(proof.held_blocks, device)}")
+        if too_many := held_too_many(proof.held_blocks, device):
+            out.text(f"warning: {too_many}")
     if checked.certificate is not None:
         out.text(f"wrote {checked.certificate}")
 

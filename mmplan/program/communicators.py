@@ -14,14 +14,14 @@ operations can stop it: a channel needs no tags, and may serve many ranks.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, Dependencies
 from mmplan.program.features import holders_of, readers
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
-from mmplan.program.model import Program
+from mmplan.program.model import CrossSampleLoss, Program
 from mmplan.program.shards import Ranks
 
 # Thread blocks, one a multiprocessor, that a kernel takes on a GPU. A channel is made with this
@@ -104,11 +104,20 @@ def communicators(program: Program) -> list[CommGroup]:
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
     gathers: dict[CommGroup, None] = {}
     for loss in program.cross_sample_losses:
-        # A loss may compare rows with other inputs' alone: then their readers gather them. They do
-        # so in its starts and waits, which the loss's own communicator keeps in one order.
-        for ranks in (loss.ranks, *readers(holders_of(program, loss), others_only=True)):
-            groups[ranks] = gathers[ranks, loss.channel] = None
+        own = _gathers(program, loss)
+        groups.update(dict.fromkeys(ranks for ranks, _ in own))
+        gathers.update(dict.fromkeys(own))
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
+
+
+def _gathers(program: Program, loss: CrossSampleLoss) -> list[CommGroup]:
+    """The communicators of a loss's gathers.
+
+    A loss may compare rows with other inputs' alone: then their readers gather them. They do so in
+    its starts and waits, which the loss's own communicator keeps in one order.
+    """
+    of_ranks = (loss.ranks, *readers(holders_of(program, loss), others_only=True))
+    return [(ranks, loss.channel) for ranks in of_ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +137,6 @@ class CommunicatorCount:
     def total(self) -> int:
         """All of them."""
         return self.collectives + self.channels
-
-    @property
-    def most_ctas(self) -> int:
-        """Thread blocks of their kernels, where each runs one: a communicator is a queue."""
-        return self.collectives * COLLECTIVE_CTAS + self.channels * CHANNEL_CTAS
 
 
 def communicator_counts(program: Program) -> list[CommunicatorCount]:
@@ -164,6 +168,45 @@ def most_communicators(program: Program) -> CommunicatorCount:
     """The rank with the most communicators; see :func:`communicator_counts`."""
     none = CommunicatorCount(0, 0, 0)
     return max(communicator_counts(program), key=lambda count: count.total, default=none)
+
+
+def most_held_blocks(program: Program) -> int:
+    """The most thread blocks of a GPU that a rank's communication may hold at once.
+
+    A posted message holds those of its channel until it comes, and may be posted long before. A
+    collective holds its own from its start to its wait, beside those that begin in between.
+
+    Args:
+        program: the rows may be those of some ranks.
+    """
+    gathers = {loss.index: _gathers(program, loss) for loss in program.cross_sample_losses}
+    ranks = range(len(program.instructions))
+    return max((_held_blocks(program, rank, gathers) for rank in ranks), default=0)
+
+
+def _held_blocks(program: Program, rank: int, gathers: Mapping[int, Sequence[CommGroup]]) -> int:
+    begun: dict[tuple[Op, int, int | None], list[CommGroup]] = {}
+    most = 0
+    for item in program.instructions[rank]:
+        group = communicator_of(program, rank, item)
+        if group is None:
+            continue
+        begins = [group]
+        if isinstance(item, Sync):
+            key = (Op.SYNC_START, item.loss, item.batch)
+            if item.op is Op.SYNC_START:
+                begun[key] = [gather for gather in gathers[item.loss] if rank in gather[0]]
+            else:
+                del begun[key]
+        elif isinstance(item, Collective):
+            key = (Op.REDUCE_START, item.index, item.mb)
+            if item.op is Op.REDUCE_START:
+                begun[key] = begins
+            elif item.op is Op.REDUCE:
+                begins = begun.pop(key, begins)
+        held = {*begins}.union(*begun.values())
+        most = max(most, sum(len(ranks) > 1 for ranks, _ in held))
+    return most * COLLECTIVE_CTAS + len(_streams(program, rank)) * CHANNEL_CTAS
 
 
 def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.checks.check import graph_faults, row_faults
-from mmplan.program.communicators import CommunicatorCount, most_communicators
+from mmplan.program.communicators import CommunicatorCount, most_communicators, most_held_blocks
 from mmplan.program.compile import compile_graph
 from mmplan.program.folding import fold_large
 from mmplan.program.lower import lower
@@ -44,6 +44,7 @@ class Proof:
         instructions: in these rows.
         compiled: what was looked at; None where nothing compiles.
         communicators: of the rank with the most; None where nothing compiles.
+        held_blocks: thread blocks of a GPU that a rank's communication may hold at once.
     """
 
     faults: tuple[str, ...]
@@ -51,6 +52,7 @@ class Proof:
     instructions: int = 0
     compiled: CompiledPlan | None = None
     communicators: CommunicatorCount | None = None
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,4 +118,5 @@ def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None)
         instructions=sum(map(len, program.instructions)),
         compiled=compiled,
         communicators=most_communicators(whole),
+        held_blocks=most_held_blocks(whole),
     )

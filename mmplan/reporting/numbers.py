@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from mmplan.profiling.roofline import load_hardware
 from mmplan.program.communicators import CommunicatorCount
 from mmplan.schema.cluster import Device
 from mmplan.schema.plan import Plan, Unit
@@ -120,8 +121,27 @@ def communicators(most: CommunicatorCount, device: Device) -> str:
         parts.append(size(most.total * device.communicator_bytes))
     if device.communicator_start_s:
         parts.append(f"{seconds(most.total * device.communicator_start_s)} to make")
-    parts.append(f"kernels of at most {counted(most.most_ctas, 'multiprocessor')}")
     return ", ".join(parts)
+
+
+def held_multiprocessors(held: int, device: Device) -> str:
+    """Multiprocessors of a GPU that communication may hold at once; of how many, if known."""
+    known = load_hardware().known(device).multiprocessors
+    of_all = (
+        counted(held, "multiprocessor") if known is None else f"{held} of {known} multiprocessors"
+    )
+    return f"messages and collectives hold at most {of_all} of a rank at once"
+
+
+def held_too_many(held: int, device: Device) -> str:
+    """What to do where communication may hold all multiprocessors; empty elsewhere."""
+    known = load_hardware().known(device).multiprocessors
+    if known is None or held < known:
+        return ""
+    return (
+        "a compute may wait for what waits for it: lower NCCL_MAX_CTAS, and see "
+        "`mmlaunch verify PLAN --strict`"
+    )
 
 
 def gain(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmplan.program.communicators import most_communicators
+from mmplan.program.communicators import most_communicators, most_held_blocks
 from mmplan.reporting import numbers as fmt
 from mmplan.reporting.html import markup, plots
 from mmplan.reporting.source import ReportData
@@ -61,8 +61,12 @@ def memory_section(data: ReportData) -> str:
     if data.run_memory is not None:
         caption += _expected_words(peaks, data.run_memory)
     if data.simulation is not None and not data.plan.cluster.device.is_cpu:
-        most = most_communicators(data.simulation.program)
-        caption += f" On GPUs {fmt.communicators(most, data.plan.cluster.device)}."
+        device, program = data.plan.cluster.device, data.simulation.program
+        held = most_held_blocks(program)
+        caption += f" On GPUs {fmt.communicators(most_communicators(program), device)}; "
+        caption += f"{fmt.held_multiprocessors(held, device)}."
+        if too_many := fmt.held_too_many(held, device):
+            caption += f" {too_many.capitalize()}."
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
