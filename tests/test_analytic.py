@@ -30,8 +30,9 @@ from mmplan.profiling.counting import (
 )
 from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
-from mmplan.profiling.roofline import Roofline, load_hardware
+from mmplan.profiling.roofline import Roofline
 from mmplan.schema.cluster import Cluster, load_cluster
+from mmplan.schema.hardware import load_hardware
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 

@@ -15,6 +15,8 @@ from mmplan.program.communicators import Channels, communicators, most_communica
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import Program
+from mmplan.reporting.numbers import held_multiprocessors, held_too_many
+from mmplan.schema.cluster import load_cluster
 from mmplan.schema.plan import Plan
 from tests.naive import NaiveRun, WrongStepError
 from tests.plants import PLANTS, SILENT, Row, drop, put, with_rows
@@ -379,3 +381,10 @@ def test_the_communicators_of_a_rank_are_those_that_a_session_makes() -> None:
         assert most.total == max(map(len, made.values()))
         assert len(made[most.rank]) == most.total
         assert most.channels == sum(number < 0 for _, number in made[most.rank])
+
+
+def test_communication_that_may_hold_every_multiprocessor_is_a_warning() -> None:
+    device = load_cluster("a800").device
+    assert "80 of 108 multiprocessors" in held_multiprocessors(80, device)
+    assert not held_too_many(107, device)
+    assert "NCCL_MAX_CTAS" in held_too_many(108, device)

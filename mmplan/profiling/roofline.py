@@ -28,13 +28,10 @@ rows an all-gather or a reduce-scatter, and hides behind nothing. All constants 
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from mmplan.arrays import Floats
 from mmplan.costs.links import CollectiveKind, collective_s
@@ -56,8 +53,8 @@ from mmplan.profiling.counting import (
     M,
     N,
 )
-from mmplan.schema.base import Count, Document, Positive, Record, Size, Str, load_document
-from mmplan.schema.cluster import Cluster, Device
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.hardware import ByKind, load_hardware
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _PARTIAL_SUM_BYTES = 4
@@ -85,8 +82,8 @@ class Roofline:
         self._seconds: dict[tuple[bytes, int], float] = {}
         self.flops_per_s = peak * known.matmul_efficiency
         self.attention_flops_per_s = peak * known.attention_efficiency
-        self._bytes_per_s = known.memory_of(cluster.device) * kernels.memory_efficiency.by_kind()
-        self._start_s = kernels.start_s.by_kind()
+        self._bytes_per_s = known.memory_of(cluster.device) * _by_kind(kernels.memory_efficiency)
+        self._start_s = _by_kind(kernels.start_s)
 
     def seconds(self, table: Floats, *, tp: int = 1) -> float:
         """Seconds of kernels, a table as :mod:`mmplan.profiling.counting` makes it."""
@@ -177,106 +174,14 @@ class Roofline:
         }
 
 
-Share = Positive
-RatedPrecision = Literal["bf16", "fp32", "fp64"]
-
-
-class ByKind(Record):
-    """A constant of each kind of kernels."""
-
-    pointwise: Positive
-    product: Positive
-    attention: Positive
-    norm: Positive
-    softmax: Positive
-    activation: Positive
-
-    def by_kind(self) -> NDArray[np.float64]:
-        """In the order of a table's kinds."""
-        of = {
-            POINTWISE: self.pointwise,
-            PRODUCT: self.product,
-            ATTENTION: self.attention,
-            NORM: self.norm,
-            SOFTMAX: self.softmax,
-            ACTIVATION: self.activation,
-        }
-        return np.array([of[kind] for kind in sorted(of)])
-
-
-class KernelConstants(Record):
-    """What kernels of a class of devices have in common.
-
-    Attributes:
-        memory_efficiency: part of the memory bandwidth that kernels reach.
-        start_s: of a kernel, on the device.
-        host_s: from one kernel's start to the next's where the host starts them one by one.
-        tiles: shapes of a product's output tiles.
-        splits: numbers of parts in which sums may be cut.
-        attention_tile: queries and keys of a tile of attention.
-    """
-
-    memory_efficiency: ByKind
-    start_s: ByKind
-    host_s: Size
-    tiles: tuple[tuple[Count, Count], ...]
-    splits: tuple[Count, ...]
-    attention_tile: tuple[Count, Count]
-
-
-class Known(Record):
-    """Devices of one kind.
-
-    Attributes:
-        names: what their names contain.
-        rates: part of the cluster's ``peak_flops`` that a precision has.
-        multiprocessors: over which tiles are spread; None where shapes do not matter.
-        memory_bytes_per_s: of the data sheet; None where it follows from ``flops_per_byte``.
-        l2_bytes_per_s: of the cache that feeds the tiles.
-        flops_per_byte: peak over memory bandwidth.
-        matmul_efficiency: part of the peak that products of the best shapes reach.
-        attention_efficiency: the same of attention, and of what else is not a product.
-        kernels: its own; None where they are the accelerators'.
-    """
-
-    names: tuple[Str, ...] = ()
-    rates: dict[RatedPrecision, Share]
-    multiprocessors: Count | None = None
-    memory_bytes_per_s: Positive | None = None
-    l2_bytes_per_s: Positive | None = None
-    flops_per_byte: Positive | None = None
-    matmul_efficiency: Share = Field(le=1)
-    attention_efficiency: Share = Field(le=1)
-    kernels: KernelConstants | None = None
-
-    def memory_of(self, device: Device) -> float:
-        """Bytes per second of a device's memory, by its data sheet."""
-        return self.memory_bytes_per_s or device.peak_flops / (self.flops_per_byte or 1.0)
-
-
-class Hardware(Document):
-    """The whole file.
-
-    Attributes:
-        kernels: of accelerators.
-    """
-
-    kind: ClassVar[str] = "devices"
-
-    devices: tuple[Known, ...]
-    other: Known
-    kernels: KernelConstants
-
-    def known(self, device: Device) -> Known:
-        """What is assumed of a device; a process is a CPU whatever it is called."""
-        name = "cpu" if device.is_cpu else device.name.lower()
-        fitting = (d for d in self.devices if any(n.lower() in name for n in d.names))
-        return next(fitting, self.other)
-
-
-@cache
-def load_hardware() -> Hardware:
-    """The shipped constants."""
-    import profiles
-
-    return load_document(Hardware, Path(profiles.__file__).parent / "devices.yaml")
+def _by_kind(constants: ByKind) -> Floats:
+    """In the order of a table's kinds."""
+    of = {
+        POINTWISE: constants.pointwise,
+        PRODUCT: constants.product,
+        ATTENTION: constants.attention,
+        NORM: constants.norm,
+        SOFTMAX: constants.softmax,
+        ACTIVATION: constants.activation,
+    }
+    return np.array([of[kind] for kind in sorted(of)])
