@@ -1,8 +1,9 @@
-"""What a plan holds at least, against what its simulation holds; and patience with simulating."""
+"""What a plan holds and takes at least, against its simulation; and patience with simulating."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from mmplan.costs.cost_model import CostModel
 from mmplan.planning import planner
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
@@ -54,6 +56,51 @@ def test_no_more_than_is_held_where_devices_run_several(solver: str, tmp_path: P
     assert 0.5 * held < least(plan, costs) <= held
 
 
+def least_s(plan: Plan, costs: Profile) -> float:
+    return least_step_s(plan, CostModel(costs, plan.cluster, plan.training))
+
+
+@pytest.mark.parametrize("solver", ["distmm", "convex", "colocated", "megatron-rigid", "mpsp"])
+def test_no_step_takes_less_than_its_computes(solver: str, tmp_path: Path) -> None:
+    costs = given(("vision", "llm"), 4)
+    task = workload(CHAIN, batch=16, losses=LOSS)
+    plan = run_solve(tmp_path, task, costs, solver=solver)
+    step_s = plan.predicted.iteration_s
+    assert 0.5 * step_s < least_s(plan, costs) <= step_s * (1 + 1e-9)
+
+
+def test_exact_on_one_device(tmp_path: Path) -> None:
+    costs, task = given(("vision", "llm"), 1), workload(CHAIN, batch=16, losses=LOSS)
+    plan = run_solve(tmp_path, task, costs, solver="colocated")
+    assert least_s(plan, costs) == pytest.approx(plan.predicted.iteration_s)
+
+
+def test_a_last_stage_waits_for_its_first_micro_batch(tmp_path: Path) -> None:
+    costs, task = given(("vision", "llm"), 2), workload(CHAIN, batch=2, losses=LOSS)
+    plan = run_solve(tmp_path, task, costs, solver="convex")
+    vision, llm = plan.units
+    assert set(vision.all_ranks).isdisjoint(llm.all_ranks)
+    # Forwards and backwards of two samples, after the first one's forward in the other module.
+    first = vision.microbatches[0][0]
+    assert least_s(plan, costs) == pytest.approx(first * 1.0 + 2 * (3.0 + 6.0))
+
+
+def test_a_plan_that_two_solvers_find_is_simulated_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def counted(plan: Plan, *others: Any) -> Any:
+        seen.append((plan.training.zero, plan.units, plan.losses, plan.waves, str(plan.order)))
+        return simulated(plan, *others)
+
+    simulated = planner.simulated
+    monkeypatch.setattr(planner, "simulated", counted)
+    costs, task = given(("vision", "llm"), 4), workload(CHAIN, batch=16, losses=LOSS)
+    run_solve(tmp_path, task, costs, solver="auto")
+    assert len(seen) == len(set(seen)) > 1
+
+
 def test_impatience_leaves_the_first_of_each_kind(tmp_path: Path) -> None:
     task, costs = workload(CHAIN, batch=16, losses=LOSS), given(("vision", "llm"), 4)
     patient = run_solve(tmp_path, task, costs, solver="convex")
@@ -66,6 +113,9 @@ def test_a_busy_machine_looks_at_the_same_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, costs = workload(CHAIN, batch=16, losses=LOSS), given(("vision", "llm"), 4)
+
+    # No plan is passed over for its computes.
+    monkeypatch.setattr(planner, "AS_FAST", math.inf)
 
     def seen(patience_s: float) -> tuple[str, ...]:
         plan = run_solve(tmp_path, task, costs, solver="convex", patience_s=patience_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning.lower_bound import lower_bound
 from mmplan.planning.measured_trials import (
+    AS_FAST,
     SimulatedPlan,
     Trials,
     merit,
@@ -52,6 +53,7 @@ from mmplan.schema.plan import (
 )
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
+from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
@@ -78,7 +80,7 @@ NEIGHBOURS = "neighbours"
 # End of the label of the same plan with fused backwards.
 FUSED = ", fused backwards"
 # Plans beyond the first of each kind are simulated for at most this many search budgets.
-SIMULATION_BUDGETS = 10
+SIMULATION_BUDGETS = 3
 # Instructions that a quiet core compiles and simulates in a second. Patience is counted in
 # instructions, so that a busy machine finds the same plans.
 INSTRUCTIONS_PER_S = 100_000
@@ -134,7 +136,7 @@ def solve(
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
         patience_s: seconds of a quiet core for simulating plans beyond the first of each kind,
-            counted in instructions; default ten budgets; four times as many while none fits the
+            counted in instructions; default three budgets; four times as many while none fits the
             memory.
         trials: the least measured time among the best by simulation decides instead.
         steps: keeps the shortest steps that are simulated and fit the memory.
@@ -190,7 +192,9 @@ def solve(
         )
         candidates = _CandidatePlans(request, files, training, asked, steps)
         solutions, left_out = solutions_of(request, solver, progress)
-        plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
+        plans = candidates.simulate_all(
+            solutions, patience_s=patience_s, all_of_them=trials is not None, progress=progress
+        )
         if solver == "auto" and top > 1:
             plans += candidates.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
         ordinary = None if top == 1 else candidates.ordinary(plans)
@@ -273,16 +277,29 @@ class _CandidatePlans:
         self._dropped: list[InvalidInputError] = []
         self._search_notes: list[str] = []
         self._neighbours: NeighbourReport | None = None
+        # Several solvers find the same plan.
+        self._predicted: dict[Hashable, Prediction] = {}
         # Effort so far, in instructions.
         self._effort = 0
 
     def simulate_all(
-        self, solutions: Sequence[Solution], *, patience_s: float, progress: SearchProgress
+        self,
+        solutions: Sequence[Solution],
+        *,
+        patience_s: float,
+        all_of_them: bool,
+        progress: SearchProgress,
     ) -> list[SimulatedPlan]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
-        Candidates that do not fit the memory drop out. A note counts the others for which
-        patience did not last.
+        Candidates that do not fit the memory drop out, and others whose computes alone take longer
+        than the best step. A note counts those for which patience did not last.
+
+        Args:
+            solutions: of the solvers.
+            patience_s: seconds of a quiet core for the others.
+            all_of_them: those too that are slower by their computes alone.
+            progress: hears of each candidate.
 
         Raises:
             InfeasibleError: none fits.
@@ -296,16 +313,17 @@ class _CandidatePlans:
         each = self._effort / max(1, len(first))
         effort_before = self._effort
         for position, (solution, candidate) in enumerate(others):
-            limit_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
+            patient_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
             spent = self._effort - effort_before + each
-            if spent > limit_s * INSTRUCTIONS_PER_S:
+            if spent > patient_s * INSTRUCTIONS_PER_S:
                 self._search_notes.append(
                     f"{len(others) - position} of {counted(total, 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"
                 )
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
-            plans += self._try(solution, candidate)
+            limit_s = math.inf if all_of_them or not plans else as_fast_as(plans)
+            plans += self._try(solution, candidate, limit_s)
         else:
             progress(total, total, "simulated")
         if not plans:
@@ -323,11 +341,13 @@ class _CandidatePlans:
                 uniform = [item for pair in first for item in self._try(*pair)]
         return runner_up(min(uniform, key=merit)) if uniform else None
 
-    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[SimulatedPlan]:
-        """The candidate's simulated plan, nothing where it does not fit or cannot run."""
+    def _try(
+        self, solution: Solution, candidate: Candidate, limit_s: float = math.inf
+    ) -> Iterator[SimulatedPlan]:
+        """The candidate's simulated plan; nothing where it does not fit, run or keep the limit."""
         plan = self._plan(solution, candidate)
         try:
-            plan, needed = self._with_bytes(plan)
+            plan, needed = self._with_bytes(plan, limit_s)
         except InvalidInputError as error:
             # Stage orders of this candidate may deadlock, or its tied blocks have several tp
             # degrees; other candidates may still run.
@@ -335,6 +355,8 @@ class _CandidatePlans:
             return
         if needed > self._memory_bytes:
             self._too_large.append(needed)
+            return
+        if limit_s < math.inf and not plan.predicted.iteration_s:
             return
         if not (solution.closed_form and candidate.closed_form):
             objective_s = max(candidate.objective_s, plan.predicted.iteration_s)
@@ -346,18 +368,25 @@ class _CandidatePlans:
             is_baseline=solution.solver in BASELINES,
         )
 
-    def _with_bytes(self, plan: Plan) -> tuple[Plan, float]:
-        """The bytes that a plan needs at least; of a simulated one, if that may fit, all of them.
+    def _with_bytes(self, plan: Plan, limit_s: float = math.inf) -> tuple[Plan, float]:
+        """The bytes that a plan needs at least; of a simulated one all of them.
+
+        It is simulated where it may fit the memory and may take no more than ``limit_s``.
 
         Raises:
             InvalidInputError: it cannot run.
         """
+        if _what_runs(plan) in self._predicted:
+            plan = self._simulated(plan)
+            return plan, peak_bytes(plan.predicted)
         lowered = lower_plan(plan)
         self._effort += INSTRUCTIONS_PER_PLAN + sum(
             sum(stage.rounds) for stage in lowered.simulated_graph.stages
         )
         needed = memory_lower_bound(plan, self._costs_of(plan), lowered)
         if needed > self._memory_bytes:
+            return plan, needed
+        if limit_s < math.inf and least_step_s(plan, self._costs_of(plan), lowered) > limit_s:
             return plan, needed
         plan = self._simulated(plan, lowered)
         return plan, peak_bytes(plan.predicted)
@@ -427,12 +456,16 @@ class _CandidatePlans:
         best_of: dict[str, SimulatedPlan] = {}
         for item in ranked:
             best_of.setdefault(item.solution.solver, item)
-        usual = {s: self._best_order(self._fused(first)) for s, first in best_of.items()}
-        reordered = {solver: self._on_shared_ranks(item) for solver, item in usual.items()}
-        split = {solver: self._best_backwards(fused) for solver, fused in reordered.items()}
-        for solver, first in best_of.items():  # a search may have found more
-            if _step_s(first) < _step_s(split[solver]):
-                split[solver] = first
+        usual, reordered, split = dict(best_of), dict(best_of), dict(best_of)
+        for solver, first in best_of.items():
+            limit_s = math.inf if trials is not None else as_fast_as(split.values())
+            if least_step_s(first.plan, self._costs_of(first.plan)) > limit_s:
+                continue  # no order of it can be the best
+            usual[solver] = self._best_order(self._fused(first))
+            reordered[solver] = self._on_shared_ranks(usual[solver])
+            refined = self._best_backwards(reordered[solver])
+            if _step_s(refined) <= _step_s(first):  # else a search has found more
+                split[solver] = refined
 
         def is_refined(item: SimulatedPlan) -> bool:
             return item is best_of[item.solution.solver]
@@ -563,12 +596,18 @@ class _CandidatePlans:
         )
 
     def _simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
+        key = _what_runs(plan)
+        if key not in self._predicted:
+            self._predicted[key] = self._simulate(plan, lowered)
+        return plan.model_copy(update={"predicted": self._predicted[key]})
+
+    def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
         step = simulated(plan, self._costs_of(plan), lowered)
         self._effort += sum(map(len, step[0].program.instructions))
         predicted = prediction(step[0], plan)
         if self._steps is not None and peak_bytes(predicted) <= self._memory_bytes:
             self._steps.keep(predicted, step)
-        return plan.model_copy(update={"predicted": predicted})
+        return predicted
 
     def _costs_of(self, plan: Plan) -> CostModel:
         """The costs under the plan's training settings."""
@@ -612,6 +651,18 @@ class _CandidatePlans:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
+
+
+def _what_runs(plan: Plan) -> Hashable:
+    """What of a solver's plan decides its step."""
+    order = None if plan.order is None else plan.order.model_dump_json()
+    settings = plan.devices, plan.training.zero, plan.in_turn, order
+    return settings, plan.units, plan.losses, plan.waves
+
+
+def as_fast_as(plans: Iterable[SimulatedPlan]) -> float:
+    """Seconds of the longest step that is as good as the best of some plans."""
+    return AS_FAST * min(map(_step_s, plans))
 
 
 def _step_s(item: SimulatedPlan) -> float:

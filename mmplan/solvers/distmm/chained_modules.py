@@ -211,7 +211,10 @@ class ChainSearch:
             rows_b = rows_b[:1]
         fits = self._taken[a][rows_a][:, None] + (a != b) * self._taken[b][rows_b] <= spare
         values = np.where(fits, self._estimate(columns), np.inf)
-        order = np.argsort(values, axis=None)[:MOST_CHANGES]
+        order = np.arange(values.size)
+        if values.size > MOST_CHANGES:
+            order = np.argpartition(values, MOST_CHANGES, axis=None)[:MOST_CHANGES]
+        order = order[np.lexsort((order, values.ravel()[order]))]
         found: list[tuple[int, ...]] = []
         for i, j in zip(*np.unravel_index(order, values.shape), strict=True):
             if values[i, j] < np.inf:
