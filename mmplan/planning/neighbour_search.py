@@ -148,13 +148,15 @@ class _Cost:
         busy_s: [P], of each position's computes in a step.
         slot_s: of one micro-batch on the busiest position, forward and backward.
         through_s: of one micro-batch on all positions.
-        reduce_s: of its sums of gradients.
+        gradient_bytes: that a device of the largest stage sums.
+        backward_s: of the last micro-batch on one position.
     """
 
     busy_s: Floats
     slot_s: float
     through_s: float
-    reduce_s: float
+    gradient_bytes: float
+    backward_s: float
 
 
 class LayoutSpace:
@@ -186,7 +188,12 @@ class LayoutSpace:
         self._owners = [
             request.workload.modules[module].share or module for _, _, module in self.modules
         ]
+        self._sharing = {
+            index: [i for i, other in enumerate(self.modules) if other[2] == module]
+            for index, (_, _, module) in enumerate(self.modules)
+        }
         self.cost = cache(self._cost)
+        self._sum_s = cache(self._reduction_s)
         self.bytes = cache(self._bytes)
         self._costs_of = cache(self._zero_costs)
         self.tensor_degrees = cache(self._tensor_degrees)
@@ -300,23 +307,38 @@ class LayoutSpace:
         forward, backward = (own.shares @ x for x in costs.seconds(choice.tp, values, dp))
         chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
         each_P = chunks[:, :, -1].sum(axis=0)
-        reduce_s = reduction_s(
-            self._request.cluster,
-            tp=choice.tp,
-            pp=choice.pp,
-            dp=choice.dp,
-            num_bytes=float(own.trained.max())
-            * choice.vpp
-            / choice.tp
-            * problem.costs.gradient_bytes,
-            backward_s=float(backward[:, -1].sum()) / choice.pp,
-        )
+        trained = float(own.trained.max()) * choice.vpp / choice.tp
         return _Cost(
             busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
             slot_s=float(each_P.max()),
             through_s=float(each_P.sum()) / choice.vpp,
-            reduce_s=float(reduce_s),
+            gradient_bytes=trained * problem.costs.gradient_bytes,
+            backward_s=float(backward[:, -1].sum()) / choice.pp,
         )
+
+    def _reduction_s(self, index: int, choice: UnitChoice, dp: int) -> float:
+        own = self.cost(index, choice)
+        return float(
+            reduction_s(
+                self._request.cluster,
+                tp=choice.tp,
+                pp=choice.pp,
+                dp=dp,
+                num_bytes=own.gradient_bytes,
+                backward_s=own.backward_s,
+            )
+        )
+
+    def _sums_s(self, layout: PlanLayout) -> list[float]:
+        """By unit, of the sums of gradients over all places at which tasks run its module."""
+        places = [
+            (layout.group_of(index), own.offset, own.tp, own.pp, own.dp)
+            for index, own in enumerate(layout.choices)
+        ]
+        return [
+            self._sum_s(index, own, sum(dp for *_, dp in {places[i] for i in self._sharing[index]}))
+            for index, own in enumerate(layout.choices)
+        ]
 
     def busiest_s(self, layout: PlanLayout) -> float:
         """Seconds of the computes of the device that has most of them."""
@@ -348,18 +370,20 @@ class LayoutSpace:
             after[producer] = max(after[producer], wait)
         apart = set(layout.in_turn)
         tasks = [problem.task.name for _, problem, _ in self.modules]
+        modules = [module for _, _, module in self.modules]
         turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
         turns += [set(tasks) - apart] if set(tasks) - apart else []
-        total_s = 0.0
-        for turn in turns:
+        total_s, sums_s, summed = 0.0, self._sums_s(layout), set[str]()
+        for turn in reversed(turns):  # a module's gradients are summed after its last turn
             ends: list[float] = []
             for whole in layout.groups:
                 if group := [index for index in whole if tasks[index] in turn]:
                     path_s = max(into[i] + own[i].through_s + after[i] for i in group)
                     fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-                    reduce_s = max(own[i].reduce_s for i in group)
+                    reduce_s = max(0.0 if modules[i] in summed else sums_s[i] for i in group)
                     ends.append(self._busy_s(layout, group) + fill_s + reduce_s)
             total_s += max(ends)
+            summed |= {module for task, module in zip(tasks, modules, strict=True) if task in turn}
         return total_s
 
     def _passing_s(
