@@ -213,6 +213,7 @@ def test_auto_is_as_good_as_all_small_plans(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_auto_is_near_the_shortest_of_all_small_plans(tmp_path: Path) -> None:
     """Nor does it find none where one fits."""
     regrets = (regret(tmp_path, seed) for seed in itertools.count())
