@@ -456,6 +456,50 @@ class LayoutSpace:
         training = own.training.model_copy(update={"zero": zero})
         return CostModel(own.profile, own.cluster, training)
 
+    def small(self, zero: int, budget: SearchBudget) -> Iterator[PlanLayout]:
+        """Units that share all devices and hold as little as they must, or as changes reach.
+
+        One for each tensor-parallel degree from which to begin; none where pins allow none.
+        """
+        group = tuple(range(len(self.modules)))
+        degrees = {tp for index in group for tp in self.tensor_degrees(index)}
+        for most_tp in sorted(degrees):
+            choices = [self._small_choice(index, most_tp) for index in group]
+            own = tuple(choice for choice in choices if choice is not None)
+            if len(own) == len(group):
+                layout = self._smaller(PlanLayout(choices=own, groups=(group,), zero=zero), budget)
+                if self.units_of(layout):
+                    yield layout
+
+    def _smaller(self, layout: PlanLayout, budget: SearchBudget) -> PlanLayout:
+        """Changed unit by unit, where that holds less, until it fits the memory."""
+        held = self.least_bytes(layout) if self.units_of(layout) else math.inf
+        while held > self._request.cluster.device.memory_bytes and not budget.is_over:
+            others = [o for o in self._of_units(layout) if o.devices <= self._request.devices]
+            budget.spend(_ESTIMATE_S * len(others))
+            ranked = sorted((self.least_bytes(other), n) for n, other in enumerate(others))
+            less = (others[n] for num_bytes, n in ranked if num_bytes < held)
+            found = next((other for other in less if self.units_of(other)), None)
+            if found is None:
+                break
+            layout, held = found, self.least_bytes(found)
+        return layout
+
+    def _small_choice(self, index: int, most_tp: int) -> UnitChoice | None:
+        """A module in one replica of as many parts as there may be, sample by sample."""
+        _, problem, module = self.modules[index]
+        kind = "batch-sync" if problem.task.sync_batches else "1f1b"
+        none = UnitChoice(tp=0, pp=0, vpp=1, dp=0, size=0, kind=kind, lead=0)
+        degrees = [tp for tp in self.tensor_degrees(index) if tp <= most_tp]
+        for tp in sorted(degrees, reverse=True):
+            for pp in range(min(self._request.devices // tp, problem.blocks(module)), 0, -1):
+                for dp in range(1, self._request.devices // (tp * pp) + 1):
+                    share = -(-problem.round_samples // dp)
+                    for size in microbatch_sizes(share, self._pins(index)):
+                        if found := self._with(index, none, tp=tp, pp=pp, dp=dp, size=size):
+                            return found
+        return None
+
     # --- neighbours ------------------------------------------------------------------
 
     def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
@@ -875,6 +919,29 @@ class NeighbourSearch:
                 self._expand(layout, plan, start)
         return replace(best, evaluations=self._evaluations)
 
+    def first_fit(self) -> tuple[Candidate, Plan] | None:
+        """A plan that fits where no solver has one, those first that hold least."""
+        small = self._space.small(self._request.costs.training.zero, self._small_budget())
+        heap = [(self._space.least_bytes(own), next(self._numbers), own) for own in small]
+        heapq.heapify(heap)
+        while heap and not self._budget.is_over:
+            _, _, layout = heapq.heappop(heap)
+            others = [layout, *self._space.neighbours(layout)]
+            others += [replace(o, zero=z) for o in others for z in range(layout.zero + 1, 4)]
+            for other in others:
+                if other in self._seen or not self._may_fit(other):
+                    continue
+                self._seen.add(other)
+                candidate = self._candidate(other)
+                if candidate and (plan := self._evaluated(candidate)):
+                    return candidate, plan
+                held = self._space.least_bytes(other)
+                heapq.heappush(heap, (held, next(self._numbers), other))
+        return None
+
+    def _small_budget(self) -> SearchBudget:
+        return self._budget.part(self._budget.left_s / 8)
+
     def _begin(self, starts: Sequence[Plan]) -> PlanLayout | None:
         """Look around the best different starts; the layout of the first, where it has one."""
         layouts: dict[PlanLayout, Plan] = {}
@@ -882,6 +949,11 @@ class NeighbourSearch:
             layout = self._space.layout_of(start)
             if layout is not None and len(layouts) < _STARTS:
                 layouts.setdefault(layout, start)
+        # From the starts, changes may lead to it only by way of what does not fit.
+        for small in self._space.small(starts[0].training.zero, self._small_budget()):
+            for own in (_with_usual_leads(small), small):
+                if own not in self._seen and own not in layouts:
+                    self._add(own, self._space.estimate_s(own), math.inf, starts[0])
         for layout, start in layouts.items():
             self._seen.add(layout)
             self._learn(layout, 1.0)

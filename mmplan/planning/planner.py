@@ -191,10 +191,16 @@ def solve(
             budget_s=budget_s,
         )
         candidates = _CandidatePlans(request, files, training, asked, steps)
-        solutions, left_out = solutions_of(request, solver, progress)
-        plans = candidates.simulate_all(
-            solutions, patience_s=patience_s, all_of_them=trials is not None, progress=progress
-        )
+        left_out: list[str] = []
+        try:
+            solutions, left_out = solutions_of(request, solver, progress)
+            plans = candidates.simulate_all(
+                solutions, patience_s=patience_s, all_of_them=trials is not None, progress=progress
+            )
+        except InfeasibleError:
+            plans = [] if solver != "auto" or top == 1 else candidates.first_fit(budget_s=budget_s)
+            if not plans:
+                raise
         if solver == "auto" and top > 1:
             plans += candidates.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
         ordinary = None if top == 1 else candidates.ordinary(plans)
@@ -391,25 +397,20 @@ class _CandidatePlans:
         plan = self._simulated(plan, lowered)
         return plan, peak_bytes(plan.predicted)
 
-    def neighbours(
-        self, plans: Sequence[SimulatedPlan], *, budget_s: float
-    ) -> Iterator[SimulatedPlan]:
-        """A plan that is better than all others, and made from one by changes.
+    def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:
+        """A plan that fits where those of the solvers do not; nothing where none is found."""
+        solution = _of_neighbours(0.0)
+        found = self._neighbour_search(solution, 1, budget_s=budget_s).first_fit()
+        if found is None:
+            return []
+        candidate, plan = found
+        candidate = replace(candidate, objective_s=plan.predicted.iteration_s)
+        return [SimulatedPlan(solution=solution, candidate=candidate, plan=plan)]
 
-        Args:
-            plans: simulated.
-            budget_s: seconds of a quiet core for simulating changes.
-        """
-        ranked = sorted(plans, key=merit)
-        first, budget = ranked[0].plan, SearchBudget(budget_s)
-        least_s = lower_bound(first, self._costs_of(first)).seconds
-        solution = Solution(
-            solver=NEIGHBOURS,
-            method="simulation",
-            candidates=(),
-            formula_bound_s=least_s,
-            closed_form=False,
-        )
+    def _neighbour_search(
+        self, solution: Solution, plans: int, *, budget_s: float
+    ) -> NeighbourSearch:
+        budget = SearchBudget(budget_s)
 
         def trial(candidate: Candidate) -> Plan | None:
             before, plan, needed = self._effort, None, math.inf
@@ -420,13 +421,29 @@ class _CandidatePlans:
             budget.spend(price * (self._effort - before) / INSTRUCTIONS_PER_S)
             return plan if fits else None
 
-        found = NeighbourSearch(
+        return NeighbourSearch(
             self._request,
             trial=trial,
-            trial_s=self._effort / len(plans) / INSTRUCTIONS_PER_S,
+            trial_s=self._effort / plans / INSTRUCTIONS_PER_S,
             budget=budget,
-            least_s=least_s,
-        ).run([item.plan for item in ranked])
+            least_s=solution.formula_bound_s,
+        )
+
+    def neighbours(
+        self, plans: Sequence[SimulatedPlan], *, budget_s: float
+    ) -> Iterator[SimulatedPlan]:
+        """A plan that is better than all others, and made from one by changes.
+
+        Args:
+            plans: simulated.
+            budget_s: seconds of a quiet core for simulating changes.
+        """
+        ranked = sorted(plans, key=merit)
+        first = ranked[0].plan
+        least_s = lower_bound(first, self._costs_of(first)).seconds
+        solution = _of_neighbours(least_s)
+        search = self._neighbour_search(solution, len(plans), budget_s=budget_s)
+        found = search.run([item.plan for item in ranked])
         gain = 1 - found.plan.predicted.iteration_s / first.predicted.iteration_s
         self._neighbours = NeighbourReport(evaluations=found.evaluations, gain=gain)
         if found.candidate is not None:
@@ -651,6 +668,16 @@ class _CandidatePlans:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
+
+
+def _of_neighbours(least_s: float) -> Solution:
+    return Solution(
+        solver=NEIGHBOURS,
+        method="simulation",
+        candidates=(),
+        formula_bound_s=least_s,
+        closed_form=False,
+    )
 
 
 def _what_runs(plan: Plan) -> Hashable:
