@@ -328,7 +328,8 @@ class _CandidatePlans:
                 )
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
-            limit_s = math.inf if all_of_them or not plans else as_fast_as(plans)
+            # The best has a runner-up.
+            limit_s = math.inf if all_of_them or len(plans) < 2 else as_fast_as(plans)
             plans += self._try(solution, candidate, limit_s)
         else:
             progress(total, total, "simulated")
