@@ -881,11 +881,14 @@ class NeighbourSearch:
         """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
         # Whose pairs of changes are still to come.
-        around = self._begin(starts)
+        around = last = self._begin(starts)
         while self._goes_on(best.plan, in_vain):
             if around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._space.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
+            if not self._heap and last is not None:
+                self._push(self._small(starts[0]), last, best.plan, best.start, math.inf)
+                last = None
             if not self._heap:
                 break
             expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
@@ -939,6 +942,12 @@ class NeighbourSearch:
                 heapq.heappush(heap, (held, next(self._numbers), other))
         return None
 
+    def _small(self, start: Plan) -> Iterator[PlanLayout]:
+        """Changes of a start may lead to these only by way of what does not fit."""
+        for small in self._space.small(start.training.zero, self._small_budget()):
+            yield _with_usual_leads(small)
+            yield small
+
     def _small_budget(self) -> SearchBudget:
         return self._budget.part(self._budget.left_s / 8)
 
@@ -949,11 +958,6 @@ class NeighbourSearch:
             layout = self._space.layout_of(start)
             if layout is not None and len(layouts) < _STARTS:
                 layouts.setdefault(layout, start)
-        # From the starts, changes may lead to it only by way of what does not fit.
-        for small in self._space.small(starts[0].training.zero, self._small_budget()):
-            for own in (_with_usual_leads(small), small):
-                if own not in self._seen and own not in layouts:
-                    self._add(own, self._space.estimate_s(own), math.inf, starts[0])
         for layout, start in layouts.items():
             self._seen.add(layout)
             self._learn(layout, 1.0)
