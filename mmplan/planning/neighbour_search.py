@@ -4,7 +4,9 @@ A *layout* is what such a change acts on: of each unit its degrees, micro-batch 
 units share devices, and how the whole runs: backwards, order, ZeRO stage. The search starts from
 the layouts of the solvers' best plans. It tries those first of which an estimate promises most, and
 goes on from each that is about as good as the best so far: by one change, then by two. Where memory
-refuses a layout, the next ZeRO stage is tried.
+refuses a layout, the next ZeRO stage is tried. Last come *small* layouts, whose units share all
+devices in many parts: changes may lead to them only by way of what does not fit. Where no solver has
+a plan that fits, the search begins with these.
 
 The estimate is that of a pipeline: the work of the busiest device, and the path of one micro-batch
 through all others. A layout whose busiest device alone takes as long as the best plan's step is not

@@ -400,7 +400,7 @@ class _CandidatePlans:
 
     def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:
         """A plan that fits where those of the solvers do not; nothing where none is found."""
-        solution = _of_neighbours(0.0)
+        solution = _of_neighbours(0.0, "no solver has a plan that fits")
         found = self._neighbour_search(solution, 1, budget_s=budget_s).first_fit()
         if found is None:
             return []
@@ -671,13 +671,14 @@ class _CandidatePlans:
         return [*notes, *self._search_notes]
 
 
-def _of_neighbours(least_s: float) -> Solution:
+def _of_neighbours(least_s: float, *notes: str) -> Solution:
     return Solution(
         solver=NEIGHBOURS,
         method="simulation",
         candidates=(),
         formula_bound_s=least_s,
         closed_form=False,
+        notes=notes,
     )
 
 
