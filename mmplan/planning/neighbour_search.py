@@ -5,8 +5,8 @@ units share devices, and how the whole runs: backwards, order, ZeRO stage. The s
 the layouts of the solvers' best plans. It tries those first of which an estimate promises most, and
 goes on from each that is about as good as the best so far: by one change, then by two. Where memory
 refuses a layout, the next ZeRO stage is tried. Last come *small* layouts, whose units share all
-devices in many parts: changes may lead to them only by way of what does not fit. Where no solver has
-a plan that fits, the search begins with these.
+devices in many parts: changes may lead to them only by way of what does not fit. The search begins
+with these where no solver has a plan that fits.
 
 The estimate is that of a pipeline: the work of the busiest device, and the path of one micro-batch
 through all others. A layout whose busiest device alone takes as long as the best plan's step is not

@@ -400,10 +400,11 @@ class _CandidatePlans:
 
     def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:
         """A plan that fits where those of the solvers do not; nothing where none is found."""
-        solution = _of_neighbours(0.0, "no solver has a plan that fits")
+        solution = _of_neighbours(0.0)
         found = self._neighbour_search(solution, 1, budget_s=budget_s).first_fit()
         if found is None:
             return []
+        self._search_notes.append("no solver has a plan that fits: this one comes from the search")
         candidate, plan = found
         candidate = replace(candidate, objective_s=plan.predicted.iteration_s)
         return [SimulatedPlan(solution=solution, candidate=candidate, plan=plan)]
@@ -452,7 +453,7 @@ class _CandidatePlans:
             note = (
                 f"changed in simulation from {origin.label}, which takes "
                 f"{origin.plan.predicted.iteration_s:.4g} s: {found.evaluations} plans were "
-                f"simulated, and the step takes {gain:.1%} less than the best of the solvers'"
+                f"simulated, and the step takes {gain:.1%} less than the best of those before"
             )
             step_s = found.plan.predicted.iteration_s
             yield SimulatedPlan(
@@ -671,14 +672,13 @@ class _CandidatePlans:
         return [*notes, *self._search_notes]
 
 
-def _of_neighbours(least_s: float, *notes: str) -> Solution:
+def _of_neighbours(least_s: float) -> Solution:
     return Solution(
         solver=NEIGHBOURS,
         method="simulation",
         candidates=(),
         formula_bound_s=least_s,
         closed_form=False,
-        notes=notes,
     )
 
 
