@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mmplan.arrays import Floats
+from mmplan.costs.hardware import load_hardware
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.profiling.counting import (
@@ -32,7 +33,6 @@ from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.roofline import Roofline
 from mmplan.schema.cluster import Cluster, load_cluster
-from mmplan.schema.hardware import load_hardware
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats
+from mmplan.costs.hardware import ByKind, load_hardware
 from mmplan.costs.links import CollectiveKind, collective_s
 from mmplan.profiling.counting import (
     ACTIVATION,
@@ -54,7 +55,6 @@ from mmplan.profiling.counting import (
     N,
 )
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.hardware import ByKind, load_hardware
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _PARTIAL_SUM_BYTES = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from mmplan.costs.hardware import load_hardware
 from mmplan.program.communicators import CommunicatorCount
 from mmplan.schema.cluster import Device
-from mmplan.schema.hardware import load_hardware
 from mmplan.schema.plan import Plan, Unit
 from mmplan.wording import SIZE_UNITS as SIZE_UNITS
 from mmplan.wording import counted, rank_ranges
