@@ -66,7 +66,7 @@ def memory_section(data: ReportData) -> str:
         caption += f" On GPUs {fmt.communicators(most_communicators(program), device)}; "
         caption += f"{fmt.held_multiprocessors(held, device)}."
         if too_many := fmt.held_too_many(held, device):
-            caption += f" {too_many.capitalize()}."
+            caption += f" {too_many[0].upper()}{too_many[1:]}."
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
