@@ -211,16 +211,18 @@ class ChainSearch:
             rows_b = rows_b[:1]
         fits = self._taken[a][rows_a][:, None] + (a != b) * self._taken[b][rows_b] <= spare
         values = np.where(fits, self._estimate(columns), np.inf)
-        order = np.arange(values.size)
-        if values.size > MOST_CHANGES:
-            order = np.argpartition(values, MOST_CHANGES, axis=None)[:MOST_CHANGES]
-        order = order[np.lexsort((order, values.ravel()[order]))]
+        least = values.ravel()
+        # Of equal values at the end, which come first must not depend on the processor.
+        order = np.flatnonzero(least < np.inf)
+        if len(order) > MOST_CHANGES:
+            most = np.partition(least, MOST_CHANGES - 1)[MOST_CHANGES - 1]
+            order = np.flatnonzero(least <= most)
+        order = order[np.argsort(least[order], kind="stable")][:MOST_CHANGES]
         found: list[tuple[int, ...]] = []
         for i, j in zip(*np.unravel_index(order, values.shape), strict=True):
-            if values[i, j] < np.inf:
-                new = list(chosen)
-                new[b], new[a] = int(rows_b[j]), int(rows_a[i])
-                found.append(tuple(new))
+            new = list(chosen)
+            new[b], new[a] = int(rows_b[j]), int(rows_a[i])
+            found.append(tuple(new))
         return found
 
     def _promising(self, chosen: tuple[int, ...], m: int, spare: int) -> NDArray[np.intp]:
