@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -190,10 +190,6 @@ class LayoutSpace:
         self._owners = [
             request.workload.modules[module].share or module for _, _, module in self.modules
         ]
-        self._sharing = {
-            index: [i for i, other in enumerate(self.modules) if other[2] == module]
-            for index, (_, _, module) in enumerate(self.modules)
-        }
         self.cost = cache(self._cost)
         self._sum_s = cache(self._reduction_s)
         self.bytes = cache(self._bytes)
@@ -332,14 +328,17 @@ class LayoutSpace:
         )
 
     def _sums_s(self, layout: PlanLayout) -> list[float]:
-        """By unit, of the sums of gradients over all places at which tasks run its module."""
-        places = [
-            (layout.group_of(index), own.offset, own.tp, own.pp, own.dp)
-            for index, own in enumerate(layout.choices)
-        ]
+        """By unit, of the sums of gradients over all places at which its parameters are used."""
+        places: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
+        replicas: Counter[str] = Counter()
+        for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True)):
+            place = layout.group_of(index), own.offset, own.tp, own.pp, own.dp
+            if place not in places[owner]:
+                places[owner].add(place)
+                replicas[owner] += own.dp
         return [
-            self._sum_s(index, own, sum(dp for *_, dp in {places[i] for i in self._sharing[index]}))
-            for index, own in enumerate(layout.choices)
+            self._sum_s(index, own, replicas[owner])
+            for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True))
         ]
 
     def busiest_s(self, layout: PlanLayout) -> float:
@@ -372,20 +371,19 @@ class LayoutSpace:
             after[producer] = max(after[producer], wait)
         apart = set(layout.in_turn)
         tasks = [problem.task.name for _, problem, _ in self.modules]
-        modules = [module for _, _, module in self.modules]
         turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
         turns += [set(tasks) - apart] if set(tasks) - apart else []
         total_s, sums_s, summed = 0.0, self._sums_s(layout), set[str]()
-        for turn in reversed(turns):  # a module's gradients are summed after its last turn
+        for turn in reversed(turns):  # gradients are summed after the last turn that adds to them
             ends: list[float] = []
             for whole in layout.groups:
                 if group := [index for index in whole if tasks[index] in turn]:
                     path_s = max(into[i] + own[i].through_s + after[i] for i in group)
                     fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-                    reduce_s = max(0.0 if modules[i] in summed else sums_s[i] for i in group)
-                    ends.append(self._busy_s(layout, group) + fill_s + reduce_s)
+                    left_s = (0.0 if self._owners[i] in summed else sums_s[i] for i in group)
+                    ends.append(self._busy_s(layout, group) + fill_s + max(left_s))
             total_s += max(ends)
-            summed |= {module for task, module in zip(tasks, modules, strict=True) if task in turn}
+            summed |= {own for task, own in zip(tasks, self._owners, strict=True) if task in turn}
         return total_s
 
     def _passing_s(
@@ -882,15 +880,16 @@ class NeighbourSearch:
             starts: simulated, best first; one at least.
         """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        first = self._begin(starts)
         # Whose pairs of changes are still to come.
-        around = last = self._begin(starts)
+        around, are_small_tried = first, False
         while self._goes_on(best.plan, in_vain):
             if around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._space.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
-            if not self._heap and last is not None:
-                self._push(self._small(starts[0]), last, best.plan, best.start, math.inf)
-                last = None
+            if not self._heap and first is not None and not are_small_tried:
+                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
+                are_small_tried = True
             if not self._heap:
                 break
             expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
@@ -932,8 +931,11 @@ class NeighbourSearch:
         while heap and not self._budget.is_over:
             _, _, layout = heapq.heappop(heap)
             others = [layout, *self._space.neighbours(layout)]
-            others += [replace(o, zero=z) for o in others for z in range(layout.zero + 1, 4)]
-            for other in others:
+            stages = range(layout.zero, _MOST_ZERO + 1)
+            for other, zero in itertools.product(others, stages):
+                if self._budget.is_over:
+                    return None
+                other = replace(other, zero=zero)
                 if other in self._seen or not self._may_fit(other):
                     continue
                 self._seen.add(other)
