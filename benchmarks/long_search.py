@@ -20,7 +20,8 @@ import numpy as np
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
-from mmplan.planning.neighbour_search import LayoutSpace, UnitChoice
+from mmplan.planning.neighbours.estimates import LayoutEstimates
+from mmplan.planning.neighbours.layout import LayoutSpace, UnitChoice
 from mmplan.planning.order_search import best_order
 from mmplan.planning.planner import best_backwards, peak_bytes, placed_losses, planned_tasks
 from mmplan.planning.recomputation import free_modules
@@ -120,6 +121,7 @@ class _Setting:
             workload=job, tasks=tasks, costs=costs, cluster=start.cluster, devices=start.devices
         )
         self.space = LayoutSpace(self.request)
+        self.estimates = LayoutEstimates(self.space)
         self.tasks = planned_tasks(self.request)
 
 
@@ -185,7 +187,7 @@ class LongSearch:
         return 0.97 * self._busiest_s(state) < step_s
 
     def _busiest_s(self, state: State) -> float:
-        space = self._setting(state.full).space
+        estimates = self._setting(state.full).estimates
         busy_s = np.zeros(self._request.devices)
         for index, place in enumerate(state.places):
             choice = UnitChoice(
@@ -197,7 +199,7 @@ class LongSearch:
                 kind=place.schedule.kind,
                 lead=place.schedule.lead,
             )
-            own_s = np.tile(np.repeat(space.cost(index, choice).busy_s, place.tp), place.dp)
+            own_s = np.tile(np.repeat(estimates.cost(index, choice).busy_s, place.tp), place.dp)
             ranks = list(self._ranks(place).members)
             busy_s[ranks] += own_s
         return float(busy_s.max())

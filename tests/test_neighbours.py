@@ -18,7 +18,10 @@ import pytest
 from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning import planner
-from mmplan.planning.neighbour_search import LayoutSpace, NeighbourSearch, PlanLayout, UnitChoice
+from mmplan.planning.neighbours.changes import LayoutChanges
+from mmplan.planning.neighbours.estimates import LayoutEstimates
+from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.planning.neighbours.search import NeighbourSearch
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
@@ -100,6 +103,7 @@ class Enumeration:
             devices=self.cluster.num_devices,
         )
         self.space = LayoutSpace(self.request)
+        self.estimates = LayoutEstimates(self.space)
         self.tasks = planner.planned_tasks(self.request)
 
     def layouts(self) -> Iterator[PlanLayout]:
@@ -125,8 +129,8 @@ class Enumeration:
     def shortest_s(self, layouts: Sequence[PlanLayout]) -> float | None:
         """The shortest step of those that fit the memory, with leads of 1 or none."""
         best_s: float | None = None
-        for layout in sorted(layouts, key=self.space.busiest_s):
-            if best_s is not None and self.space.busiest_s(layout) >= best_s:
+        for layout in sorted(layouts, key=self.estimates.busiest_s):
+            if best_s is not None and self.estimates.busiest_s(layout) >= best_s:
                 break
             for lead in (0, 1):
                 led = tuple(replace(choice, lead=lead) for choice in layout.choices)
@@ -242,7 +246,7 @@ def test_no_plan_holds_less_than_its_layout_says() -> None:
             if plan is not None:
                 with suppress(InvalidInputError):
                     held = max(predict(plan, whole.costs).memory_bytes)
-                    assert whole.space.least_bytes(layout) <= held * (1 + 1e-9), (seed, layout)
+                    assert whole.estimates.least_bytes(layout) <= held * (1 + 1e-9), (seed, layout)
                     seen += 1
     assert seen > 60
 
@@ -260,19 +264,24 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
 ) -> None:
     """Nothing is estimated of starts: two that a third one has met may not be compared."""
     job, costs = small_job(7)
-    space = Enumeration(job, costs).space
+    whole = Enumeration(job, costs)
+    space = whole.space
     first = run_solve(tmp_path, job, costs, budget_s=0.0)
     own = space.layout_of(first)
     assert own is not None
-    near = [other for other in space.neighbours(own) if space.units_of(other)][:2]
+    near = [
+        other
+        for other in LayoutChanges(space, whole.estimates).neighbours(own)
+        if space.units_of(other)
+    ][:2]
     starts = [first.model_copy(update={"units": space.units_of(x)}) for x in (own, *near)]
     for start in starts:  # no layout as they stand, as of plans with waves
         named = tuple(unit.model_copy(update={"name": "other"}) for unit in start.units)
         object.__setattr__(start, "units", named)
     met = {own: near}
-    monkeypatch.setattr(LayoutSpace, "neighbours", lambda _, layout: met.get(layout, []))
-    monkeypatch.setattr(LayoutSpace, "tuned", lambda *_: [])
-    monkeypatch.setattr(LayoutSpace, "pairs", lambda *_: [])
+    monkeypatch.setattr(LayoutChanges, "neighbours", lambda _, layout: met.get(layout, []))
+    monkeypatch.setattr(LayoutChanges, "tuned", lambda *_: [])
+    monkeypatch.setattr(LayoutChanges, "pairs", lambda *_: [])
     tried: list[Sequence[Unit]] = []
     NeighbourSearch(
         Enumeration(job, costs).request,

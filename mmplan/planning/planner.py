@@ -23,7 +23,7 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
-from mmplan.planning.neighbour_search import SHORTER, NeighbourSearch
+from mmplan.planning.neighbours.search import SHORTER, NeighbourSearch
 from mmplan.planning.order_search import best_order, order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.processes import rare_collections

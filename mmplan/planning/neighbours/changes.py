@@ -1,0 +1,399 @@
+"""Changes of a layout: those one step away, two steps away, and small layouts to begin with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from mmplan.planning.neighbours.estimates import LayoutEstimates
+from mmplan.planning.neighbours.layout import Backwards, LayoutSpace, PlanLayout, UnitChoice
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.plan import OrderRule
+from mmplan.solvers.sample_split import microbatch_sizes
+from mmplan.solvers.search_budget import SearchBudget
+
+# Forwards that a unit may run ahead of its consumer's need; chosen by hand.
+_MOST_LEAD = 3
+_MOST_SYNC_LEAD = 2
+# Estimates are paid for too: seconds of a quiet core.
+ESTIMATE_S = 5e-5
+
+
+class LayoutChanges:
+    """The changes that a request's devices and the workload's pins allow.
+
+    Args:
+        space: of the layouts.
+        estimates: of them.
+    """
+
+    def __init__(self, space: LayoutSpace, estimates: LayoutEstimates) -> None:
+        self._space, self._estimates = space, estimates
+        self._request = space.request
+        # Their backwards may be split, where they send gradients to other stages.
+        self._free_backwards = [
+            space.pins(index).split_backward == "auto" for index in range(len(space.modules))
+        ]
+        self._has_rounds = any(
+            problem.task.sync_batches and problem.rounds > 1 for _, problem, _ in space.modules
+        )
+
+    def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Layouts one change away that the devices and the workload's pins allow."""
+        changes = itertools.chain(
+            self._of_units(layout),
+            self._of_all_sizes(layout),
+            self._moved_devices(layout),
+            self._merged(layout),
+            self._split(layout),
+            self._alike(layout),
+            self._shifted(layout),
+        )
+        for other in changes:
+            if other.devices <= self._request.devices:
+                yield with_usual_leads(other)
+
+    def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Layouts two changes away: of groups and then any, or of different units."""
+        for other in itertools.chain(self._merged(layout), self._split(layout)):
+            yield from self.neighbours(other)
+        single = [list(self._choices_near(i, layout)) for i in range(len(layout.choices))]
+        for first, second in itertools.combinations(range(len(single)), 2):
+            for one, other in itertools.product(single[first], single[second]):
+                changed = layout.with_choices({first: one, second: other})
+                if changed.devices <= self._request.devices:
+                    yield with_usual_leads(changed)
+
+    def _of_units(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        for index in range(len(layout.choices)):
+            for choice in self._choices_near(index, layout):
+                yield layout.with_choices({index: choice})
+
+    def _choices_near(self, index: int, layout: PlanLayout) -> Iterator[UnitChoice]:
+        """Other degrees on about as many devices, other sizes."""
+        choice = layout.choices[index]
+        free = self._request.devices - layout.devices
+        room = layout.group_devices(layout.group_of(index)) + free
+        yield from self._degrees_near(index, choice, room)
+        yield from self._sizes_near(index, choice)
+
+    def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
+        tps = _beside(self._space.tensor_degrees(index), choice.tp)
+        near = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
+        shapes: list[tuple[int, int, int]] = []
+        for tp in tps:
+            # Next to this number of stages, or one replica on all devices.
+            for pp in sorted((near | {choice.devices // tp, room // tp}) - {0, -1}):
+                same = {choice.devices // (tp * pp), room // (tp * pp), choice.dp}
+                if (tp, pp) == (choice.tp, choice.pp):
+                    same |= {choice.dp - 1, choice.dp + 1, choice.dp // 2, 2 * choice.dp}
+                shapes += [(tp, pp, dp) for dp in sorted(same) if tp * pp * dp <= room]
+        # With the same samples at once in a replica or in all, and half of these for less memory.
+        found = [
+            *(
+                self._with(index, choice, tp=tp, pp=pp, dp=dp, size=size)
+                for tp, pp, dp in shapes
+                for size in self._sizes_of(choice, dp)
+            ),
+            *(self._with(index, choice, vpp=v) for v in (choice.vpp - 1, choice.vpp + 1)),
+        ]
+        yield from (other for other in dict.fromkeys(found) if other is not None)
+
+    def _with(
+        self,
+        index: int,
+        choice: UnitChoice,
+        *,
+        tp: int | None = None,
+        pp: int | None = None,
+        dp: int | None = None,
+        vpp: int | None = None,
+        size: int | None = None,
+    ) -> UnitChoice | None:
+        """The choice with other degrees; None where these are not allowed, or its own."""
+        _, problem, module = self._space.modules[index]
+        tp, pp, dp = tp or choice.tp, pp or choice.pp, choice.dp if dp is None else dp
+        vpp, blocks = choice.vpp if vpp is None else vpp, problem.blocks(module)
+        if pp == 1 and choice.pp > 1:
+            vpp = 1
+        if not (1 <= dp <= problem.round_samples and vpp >= 1 and 1 <= pp * vpp <= blocks):
+            return None
+        if tp not in self._space.tensor_degrees(index):
+            return None
+        kind = choice.kind
+        if vpp > 1 and (pp == 1 or problem.task.sync_batches):
+            return None
+        if not problem.task.sync_batches:
+            kind = "interleaved" if vpp > 1 else "1f1b"
+        pins = self._space.pins(index)
+        share = -(-problem.round_samples // dp)
+        size = min(size or choice.size, share)
+        degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": size}
+        if not all(pins.allows(name, value) for name, value in degrees.items()):
+            return None
+        changed = UnitChoice(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            dp=dp,
+            size=size,
+            kind=kind,
+            lead=choice.lead,
+            offset=choice.offset,
+        )
+        return None if changed == choice else changed
+
+    def _sizes_of(self, choice: UnitChoice, dp: int) -> list[int]:
+        scaled = -(-choice.size * choice.dp // max(1, dp))
+        return sorted({choice.size, scaled, -(-choice.size // 2), -(-scaled // 2)})
+
+    def _sizes_near(self, index: int, choice: UnitChoice) -> Iterator[UnitChoice]:
+        problem = self._space.modules[index][1]
+        share = -(-problem.round_samples // choice.dp)
+        sizes = list(microbatch_sizes(share, self._space.pins(index)))
+        smaller, larger = (
+            [s for s in sizes if s < choice.size],
+            [s for s in sizes if s > choice.size],
+        )
+        for size in (*smaller[-2:], *larger[:2]):
+            if other := self._with(index, choice, size=size):
+                yield other
+
+    def _of_all_sizes(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """All units with the same number of micro-batches."""
+        counts = {
+            -(-self._space.modules[i][1].round_samples // (choice.dp * choice.size))
+            for i, choice in enumerate(layout.choices)
+        }
+        near = {n + d for n in counts for d in (-1, 0, 1)} | {2 * n for n in counts}
+        for count in sorted(near | {n // 2 for n in counts}):
+            changed: dict[int, UnitChoice] = {}
+            for index, choice in enumerate(layout.choices) if count else ():
+                share = -(-self._space.modules[index][1].round_samples // choice.dp)
+                size = -(-share // min(count, share))
+                if other := self._with(index, choice, size=size):
+                    changed[index] = other
+            if changed:
+                yield layout.with_choices(changed)
+
+    def _on_devices(self, index: int, choice: UnitChoice, devices: int) -> UnitChoice | None:
+        """The choice that is most like one, on so many devices."""
+        least = min(self._space.tensor_degrees(index), default=1)
+        for tp, pp in ((choice.tp, choice.pp), (choice.tp, 1), (least, 1)):
+            if dp := devices // (tp * pp):
+                dp = min(dp, self._space.modules[index][1].round_samples)
+                # The same samples go through all replicas at once.
+                size = max(1, choice.size * choice.dp // dp)
+                if (tp, pp, dp) == (choice.tp, choice.pp, choice.dp):
+                    return choice
+                return self._with(index, choice, tp=tp, pp=pp, dp=dp, size=size)
+        return None
+
+    def _resized(
+        self, layout: PlanLayout, sizes: Mapping[tuple[int, ...], int]
+    ) -> PlanLayout | None:
+        """Some groups on so many devices; None where a unit can have no such number."""
+        changed: dict[int, UnitChoice] = {}
+        for group, devices in sizes.items():
+            own = layout.group_devices(group)
+            for index in group:
+                choice = layout.choices[index]
+                if choice.devices == own or choice.end > devices:
+                    # Of units with a part of the group the share stays.
+                    offset = choice.offset * devices // own
+                    room = max(1, choice.devices * devices // own)
+                    other = self._on_devices(index, replace(choice, offset=offset), room)
+                    if other is None:
+                        return None
+                    changed[index] = other
+        return layout.with_choices(changed)
+
+    def _moved_devices(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A few devices from one group to another."""
+        for source, target in itertools.permutations(layout.groups, 2):
+            own, other = layout.group_devices(source), layout.group_devices(target)
+            for number in sorted({1, 2, self._step(layout, source), self._step(layout, target)}):
+                if number < own:
+                    sizes = {source: own - number, target: other + number}
+                    if moved := self._resized(layout, sizes):
+                        yield moved
+
+    def _step(self, layout: PlanLayout, group: Sequence[int]) -> int:
+        """Devices of a replica of a group's largest unit."""
+        return max(layout.choices[i].tp * layout.choices[i].pp for i in group)
+
+    def _merged(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Two groups on the devices of both, or the smaller one nested in the larger."""
+        for first, second in itertools.combinations(layout.groups, 2):
+            rest = [g for g in layout.groups if g not in (first, second)]
+            groups = tuple(sorted([*rest, tuple(sorted(first + second))]))
+            nested = replace(layout, groups=groups)
+            yield nested
+            devices = layout.group_devices(first) + layout.group_devices(second)
+            changed: dict[int, UnitChoice] = {}
+            for index in first + second:
+                choice = replace(layout.choices[index], offset=0)
+                if other := self._on_devices(index, choice, devices):
+                    changed[index] = other
+            yield nested.with_choices(changed)
+
+    def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """The same degrees and sizes on the same devices, run in another way."""
+        if layout.zero > self._request.workload.train.zero:
+            yield replace(layout, zero=layout.zero - 1)
+        yield from self._other_backwards(layout)
+        if self._has_rounds:
+            yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
+        if any(len(group) > 1 for group in layout.groups):
+            yield from (replace(layout, rule=rule) for rule in get_args(OrderRule))
+        if len(self._request.tasks) > 1:
+            yield from (replace(layout, in_turn=x) for x in ((), tuple(self._request.tasks)))
+        ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
+        for lead in range(1, _MOST_LEAD + 1):
+            yield layout.with_choices({i: replace(layout.choices[i], lead=lead) for i in ahead})
+        for index in ahead:
+            choice = layout.choices[index]
+            for lead in (choice.lead - 1, choice.lead + 1):
+                if 0 <= lead <= _MOST_LEAD:
+                    yield layout.with_choices({index: replace(choice, lead=lead)})
+
+    def _other_backwards(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Whole and split backwards, where a stage of these modules sends gradients on."""
+        free = [i for i, is_free in enumerate(self._free_backwards) if is_free]
+        piped = any(layout.choices[i].pp > 1 for i in free)
+        if piped or any(self._space.producers[i] for i in free):
+            ways: tuple[Backwards, ...] = (
+                ("fused", "split", "even") if piped else ("fused", "split")
+            )
+            yield from (replace(layout, backwards=way) for way in ways)
+
+    def _alike(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A group's units, or all on all devices, with one tensor-parallel degree."""
+        everything = tuple(range(len(layout.choices)))
+        for group in dict.fromkeys((*layout.groups, everything)):
+            whole = group == everything
+            devices = self._request.devices if whole else layout.group_devices(group)
+            groups = (everything,) if whole else layout.groups
+            ways = itertools.product(self._degrees_of(group), (None, 1))
+            for tp, size in ways if len(group) > 1 else ():
+                dp, changed = devices // tp, dict[int, UnitChoice]()
+                for index in group if dp else ():
+                    choice = replace(layout.choices[index], offset=0)
+                    own = min(dp, self._space.modules[index][1].round_samples)
+                    other = self._with(index, choice, tp=tp, pp=1, dp=own, size=size)
+                    changed[index] = other or choice
+                if changed:
+                    yield replace(layout.with_choices(changed), groups=groups)
+
+    def _degrees_of(self, group: Sequence[int]) -> list[int]:
+        """Tensor-parallel degrees that all units of a group may have."""
+        each = [self._space.tensor_degrees(index) for index in group]
+        return sorted(set.intersection(*map(set, each)))
+
+    def _shifted(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A unit on other devices of its group: where another begins, or behind it."""
+        for group in layout.groups:
+            places = {n for i in group for n in (layout.choices[i].offset, layout.choices[i].end)}
+            for index in group if len(group) > 1 else ():
+                choice, most = layout.choices[index], layout.group_devices(group)
+                for offset in sorted(places - {choice.offset}):
+                    if offset + choice.devices <= most:
+                        moved = replace(choice, offset=offset)
+                        yield layout.with_choices({index: moved})
+
+    def _split(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """One unit of a group on devices of its own: idle ones, or some of the group's."""
+        free = self._request.devices - layout.devices
+        for group in layout.groups:
+            for index in group if len(group) > 1 else ():
+                stay = tuple(i for i in group if i != index)
+                rest = [g for g in layout.groups if g != group]
+                apart = replace(layout, groups=tuple(sorted([*rest, stay, (index,)])))
+                total = layout.group_devices(group) + free
+                busy = [self._estimates.cost(i, layout.choices[i]) for i in group]
+                work = [
+                    b.busy_s.sum() * layout.choices[i].devices
+                    for b, i in zip(busy, group, strict=True)
+                ]
+                fair = round(total * work[group.index(index)] / (sum(work) or 1.0))
+                for number in sorted({n for n in (fair - 1, fair, fair + 1) if 0 < n < total}):
+                    sizes = {stay: total - number, (index,): number}
+                    if moved := self._resized(apart, sizes):
+                        yield moved
+
+    # --- small layouts ---------------------------------------------------------------
+
+    def small(self, zero: int, budget: SearchBudget) -> Iterator[PlanLayout]:
+        """Units that share all devices and hold as little as they must, or as changes reach.
+
+        One for each tensor-parallel degree from which to begin; none where pins allow none.
+        """
+        group = tuple(range(len(self._space.modules)))
+        degrees = {tp for index in group for tp in self._space.tensor_degrees(index)}
+        for most_tp in sorted(degrees):
+            choices = [self._small_choice(index, most_tp) for index in group]
+            own = tuple(choice for choice in choices if choice is not None)
+            if len(own) == len(group):
+                layout = self._smaller(PlanLayout(choices=own, groups=(group,), zero=zero), budget)
+                if self._space.units_of(layout):
+                    yield layout
+
+    def _smaller(self, layout: PlanLayout, budget: SearchBudget) -> PlanLayout:
+        """Changed unit by unit, where that holds less, until it fits the memory."""
+        held = self._estimates.least_bytes(layout) if self._space.units_of(layout) else math.inf
+        while held > self._request.cluster.device.memory_bytes and not budget.is_over:
+            others = [o for o in self._of_units(layout) if o.devices <= self._request.devices]
+            budget.spend(ESTIMATE_S * len(others))
+            ranked = sorted(
+                (self._estimates.least_bytes(other), n) for n, other in enumerate(others)
+            )
+            less = (others[n] for num_bytes, n in ranked if num_bytes < held)
+            found = next((other for other in less if self._space.units_of(other)), None)
+            if found is None:
+                break
+            layout, held = found, self._estimates.least_bytes(found)
+        return layout
+
+    def _small_choice(self, index: int, most_tp: int) -> UnitChoice | None:
+        """A module in one replica of as many parts as there may be, sample by sample."""
+        _, problem, module = self._space.modules[index]
+        kind = "batch-sync" if problem.task.sync_batches else "1f1b"
+        none = UnitChoice(tp=0, pp=0, vpp=1, dp=0, size=0, kind=kind, lead=0)
+        degrees = [tp for tp in self._space.tensor_degrees(index) if tp <= most_tp]
+        for tp in sorted(degrees, reverse=True):
+            for pp in range(min(self._request.devices // tp, problem.blocks(module)), 0, -1):
+                for dp in range(1, self._request.devices // (tp * pp) + 1):
+                    share = -(-problem.round_samples // dp)
+                    for size in microbatch_sizes(share, self._space.pins(index)):
+                        if found := self._with(index, none, tp=tp, pp=pp, dp=dp, size=size):
+                            return found
+        return None
+
+
+def with_usual_leads(layout: PlanLayout) -> PlanLayout:
+    """The layout with a lead where a unit waits for others of its group, and none where it cannot.
+
+    Groups begin with a unit.
+
+    Units with the same degrees and sizes hand their outputs on without a message, one by one.
+    """
+    changed: dict[int, UnitChoice] = {}
+    for group in layout.groups:
+        own = [layout.choices[index] for index in group]
+        first = min(choice.offset for choice in own)
+        shapes = {(c.tp, c.dp, c.size, c.offset) for c in own}
+        alike = len(shapes) == 1 and all(c.pp == 1 for c in own)
+        for index, choice in zip(group, own, strict=True):
+            lead = 0 if alike and len(group) > 1 else max(choice.lead, 1)
+            if lead != choice.lead or first:
+                changed[index] = replace(choice, lead=lead, offset=choice.offset - first)
+    return layout.with_choices(changed)
+
+
+def _beside(values: Sequence[int], value: int) -> list[int]:
+    """A value of an ascending list, and those next to it."""
+    smaller, larger = [v for v in values if v < value], [v for v in values if v > value]
+    return [*smaller[-1:], value, *larger[:1]]

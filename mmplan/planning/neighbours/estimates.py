@@ -1,0 +1,225 @@
+"""What layouts take and hold, about: what decides which neighbour is simulated first.
+
+The estimate of a step is that of a pipeline: the work of the busiest device, and the path of one
+micro-batch through all others.
+
+Shape suffixes used in this file: P = pipeline positions; R = devices of a group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from mmplan.arrays import Floats
+from mmplan.costs.cost_model import CostModel
+from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.solvers.cost_table import reduction_s
+from mmplan.solvers.partitioner import module_stages
+from mmplan.solvers.sample_split import cut
+
+MOST_ZERO = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds of a unit's choice.
+
+    Attributes:
+        busy_s: [P], of each position's computes in a step.
+        slot_s: of one micro-batch on the busiest position, forward and backward.
+        through_s: of one micro-batch on all positions.
+        gradient_bytes: that a device of the largest stage sums.
+        backward_s: of the last micro-batch on one position.
+    """
+
+    busy_s: Floats
+    slot_s: float
+    through_s: float
+    gradient_bytes: float
+    backward_s: float
+
+
+class LayoutEstimates:
+    """Seconds and bytes of layouts.
+
+    Args:
+        space: of the layouts.
+    """
+
+    def __init__(self, space: LayoutSpace) -> None:
+        self._space, self._request, self._owners = space, space.request, space.owners
+        self.cost = cache(self._cost)
+        self._sum_s = cache(self._reduction_s)
+        self._bytes_of = cache(self._bytes)
+        self._costs_of = cache(self._zero_costs)
+
+    # --- seconds ---------------------------------------------------------------------
+
+    def _cost(self, index: int, choice: UnitChoice) -> _Cost:
+        _, problem, module = self._space.modules[index]
+        costs = problem.module_costs(module)
+        own = costs.stages(module_stages(problem, module, choice.pp * choice.vpp))
+        share = -(-problem.round_samples // choice.dp)
+        sizes = cut(share, choice.size, pinned=self._space.pins(index).microbatch is not None)
+        values, counts = np.unique(np.array((*sizes, choice.size)), return_counts=True)
+        counts[-1] -= 1
+        dp = np.full(len(values), choice.dp)
+        forward, backward = (own.shares @ x for x in costs.seconds(choice.tp, values, dp))
+        chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
+        each_P = chunks[:, :, -1].sum(axis=0)
+        trained = float(own.trained.max()) * choice.vpp / choice.tp
+        return _Cost(
+            busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
+            slot_s=float(each_P.max()),
+            through_s=float(each_P.sum()) / choice.vpp,
+            gradient_bytes=trained * problem.costs.gradient_bytes,
+            backward_s=float(backward[:, -1].sum()) / choice.pp,
+        )
+
+    def _reduction_s(self, index: int, choice: UnitChoice, dp: int) -> float:
+        own = self.cost(index, choice)
+        return float(
+            reduction_s(
+                self._request.cluster,
+                tp=choice.tp,
+                pp=choice.pp,
+                dp=dp,
+                num_bytes=own.gradient_bytes,
+                backward_s=own.backward_s,
+            )
+        )
+
+    def _sums_s(self, layout: PlanLayout) -> list[float]:
+        """By unit, of the sums of gradients over all places at which its parameters are used."""
+        places: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
+        replicas: Counter[str] = Counter()
+        for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True)):
+            place = layout.group_of(index), own.offset, own.tp, own.pp, own.dp
+            if place not in places[owner]:
+                places[owner].add(place)
+                replicas[owner] += own.dp
+        return [
+            self._sum_s(index, own, replicas[owner])
+            for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True))
+        ]
+
+    def busiest_s(self, layout: PlanLayout) -> float:
+        """Seconds of the computes of the device that has most of them."""
+        return max(self._busy_s(layout, group) for group in layout.groups)
+
+    def _busy_s(self, layout: PlanLayout, group: Sequence[int]) -> float:
+        if len(group) == 1:
+            return float(self.cost(group[0], layout.choices[group[0]]).busy_s.max())
+        total_R = np.zeros(layout.group_devices(group))
+        for index in group:
+            choice = layout.choices[index]
+            busy_s = self.cost(index, choice).busy_s
+            own_R = np.tile(np.repeat(busy_s, choice.tp), choice.dp)
+            total_R[choice.offset : choice.end] += own_R
+        return float(total_R.max())
+
+    def estimate_s(self, layout: PlanLayout) -> float:
+        """About what a step takes; for comparing neighbours."""
+        own = [self.cost(index, choice) for index, choice in enumerate(layout.choices)]
+        into, after = [0.0] * len(own), [0.0] * len(own)
+        consumers: list[tuple[int, int]] = []
+        for index, producers in enumerate(self._space.producers):
+            consumers += [(index, producer) for producer in producers]
+        for consumer, producer in consumers:
+            wait = into[producer] + self._passing_s(layout, own, producer, consumer)
+            into[consumer] = max(into[consumer], wait)
+        for consumer, producer in reversed(consumers):
+            wait = after[consumer] + own[consumer].through_s
+            after[producer] = max(after[producer], wait)
+        apart = set(layout.in_turn)
+        tasks = [problem.task.name for _, problem, _ in self._space.modules]
+        turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
+        turns += [set(tasks) - apart] if set(tasks) - apart else []
+        total_s, sums_s, summed = 0.0, self._sums_s(layout), set[str]()
+        for turn in reversed(turns):  # gradients are summed after the last turn that adds to them
+            ends: list[float] = []
+            for whole in layout.groups:
+                if group := [index for index in whole if tasks[index] in turn]:
+                    path_s = max(into[i] + own[i].through_s + after[i] for i in group)
+                    fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
+                    left_s = (0.0 if self._owners[i] in summed else sums_s[i] for i in group)
+                    ends.append(self._busy_s(layout, group) + fill_s + max(left_s))
+            total_s += max(ends)
+            summed |= {own for task, own in zip(tasks, self._owners, strict=True) if task in turn}
+        return total_s
+
+    def _passing_s(
+        self, layout: PlanLayout, own: Sequence[_Cost], producer: int, consumer: int
+    ) -> float:
+        """Until a producer has made what the consumer's first micro-batches need."""
+        first, then = layout.choices[producer], layout.choices[consumer]
+        needed = max(1.0, then.dp * then.size / (first.dp * first.size))
+        return own[producer].through_s + (needed - 1) * own[producer].slot_s
+
+    # --- memory ----------------------------------------------------------------------
+
+    def most_zero(self, layout: PlanLayout) -> int:
+        """The last ZeRO stage that saves memory: 2 and 3 cut what is summed in rounds.
+
+        There are rounds where all units have the same micro-batches as those before them.
+        """
+        own = [(choice.dp, choice.size) for choice in layout.choices]
+        has_rounds = all(own[i] == own[p] for i, ps in enumerate(self._space.producers) for p in ps)
+        return MOST_ZERO if has_rounds else 1
+
+    def least_bytes(self, layout: PlanLayout) -> float:
+        """What its fullest device holds at least."""
+        zero = min(layout.zero, self.most_zero(layout))
+        return max(self._group_bytes(layout, group, zero) for group in layout.groups)
+
+    def _group_bytes(self, layout: PlanLayout, group: Sequence[int], zero: int) -> float:
+        active_R = np.zeros(layout.group_devices(group))
+        # Units that cut the same parameters alike hold them once.
+        fixed: defaultdict[tuple[str, int], Floats] = defaultdict(lambda: np.zeros_like(active_R))
+        for index in group:
+            choice = layout.choices[index]
+            held = self._bytes_of(index, replace(choice, lead=min(choice.lead, 1)), zero)
+            for total_R, of_P in zip(
+                (fixed[self._owners[index], choice.tp], active_R), held, strict=True
+            ):
+                own_R = np.tile(np.repeat(of_P, choice.tp), choice.dp)
+                place_R = total_R[choice.offset : choice.end]
+                np.maximum(place_R, own_R, out=place_R)
+        return float((sum(fixed.values()) + active_R).max())
+
+    def _bytes(self, index: int, choice: UnitChoice, zero: int) -> tuple[Floats, Floats]:
+        """[P], parameters with their state, and activations of micro-batches in flight."""
+        _, problem, module = self._space.modules[index]
+        costs, (tp, pp, dp) = problem.module_costs(module), (choice.tp, choice.pp, choice.dp)
+        own = costs.stages(module_stages(problem, module, pp * choice.vpp))
+        priced = self._costs_of(zero)
+        # Ranks of all units that use the parameters cut their state.
+        is_alone = self._owners.count(self._owners[index]) == 1
+        sharers = dp if is_alone else self._request.devices
+        trained = priced.bytes_per_parameter(
+            trainable=True, dp=sharers, in_rounds=True, gathers=tp == 1 and sharers > 1
+        )
+        frozen = priced.bytes_per_parameter(trainable=False)
+        fixed = (own.trained * trained + own.frozen * frozen) / tp
+        # The least share of a replica, and micro-batches that are no larger than the others.
+        share = problem.round_samples // dp
+        count = -(-max(share, 1) // choice.size)
+        each = costs.held_bytes(
+            own.held, own.inputs, tp=tp, size=np.array(max(1, share // count))
+        ).reshape(choice.vpp, pp)
+        in_flight = np.ones(pp)
+        if choice.kind == "batch-sync":
+            in_flight[:] = count
+        elif choice.vpp == 1 and choice.lead:
+            in_flight = np.minimum(np.arange(pp, 0, -1), count)
+        return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
+
+    def _zero_costs(self, zero: int) -> CostModel:
+        own = self._request.costs
+        training = own.training.model_copy(update={"zero": zero})
+        return CostModel(own.profile, own.cluster, training)

@@ -1,0 +1,226 @@
+"""Layouts: what the search of neighbours changes of a plan, and the units that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
+
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.grid import RankGrid
+from mmplan.schema.plan import OrderRule, Plan, Schedule, ScheduleKind, Unit
+from mmplan.schema.workload import Pins
+from mmplan.solvers.partitioner import allowed_tensor_degrees, module_stages
+from mmplan.solvers.placement import make_unit, place_modules
+from mmplan.solvers.problem import Problem, Request
+
+Backwards = Literal["fused", "split", "even"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """How a unit runs, wherever it stands.
+
+    Attributes:
+        size: samples of its largest micro-batch.
+        offset: devices of its group before its first.
+        kept: the unit of a start whose blocks and micro-batches these are; None where they follow
+            from the rest.
+    """
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    size: int
+    kind: ScheduleKind
+    lead: int
+    offset: int = 0
+    kept: Unit | None = field(default=None, compare=False)
+
+    @property
+    def devices(self) -> int:
+        """Of the unit."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def end(self) -> int:
+        """Devices of its group up to its last."""
+        return self.offset + self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """What a neighbour is one change away from.
+
+    Attributes:
+        choices: of each unit.
+        groups: units that share devices, whole or in part; ascending.
+        zero: ZeRO stage.
+        backwards: whole, split, or split with as many micro-batches on all stages, where the
+            workload leaves it to the plan.
+        sync_lead: forwards between the start and the end of a batch-sync.
+        rule: of the order on shared devices.
+        in_turn: tasks that run one after another.
+    """
+
+    choices: tuple[UnitChoice, ...]
+    groups: tuple[tuple[int, ...], ...]
+    zero: int
+    backwards: Backwards = "fused"
+    sync_lead: int = 0
+    rule: OrderRule = "backward-first"
+    in_turn: tuple[str, ...] = ()
+
+    def group_devices(self, group: Sequence[int]) -> int:
+        """Devices of a group: up to the last of all units."""
+        return max(self.choices[index].end for index in group)
+
+    @property
+    def devices(self) -> int:
+        """Of all groups."""
+        return sum(map(self.group_devices, self.groups))
+
+    def group_of(self, index: int) -> tuple[int, ...]:
+        """The group of a unit."""
+        return next(group for group in self.groups if index in group)
+
+    def with_choices(self, changed: Mapping[int, UnitChoice]) -> PlanLayout:
+        """The layout with some units' choices changed."""
+        return replace(
+            self,
+            choices=tuple(changed.get(i, choice) for i, choice in enumerate(self.choices)),
+        )
+
+
+class LayoutSpace:
+    """The layouts of a request, in which each module of each task is one unit.
+
+    Args:
+        request: whose tasks are planned.
+
+    Attributes:
+        modules: of each unit its name, its task's problem, and the module.
+        producers: of each unit, those before it.
+        owners: of each unit, the module whose parameters it uses.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        problems = [Problem(request=request, task=task) for task in request.tasks.values()]
+        several = len(problems) > 1
+        self.modules = [
+            (f"{own.task.name}.{module}" if several else module, own, module)
+            for own in problems
+            for module in own.task.modules
+        ]
+        at = {(own.task.name, module): i for i, (_, own, module) in enumerate(self.modules)}
+        self.producers = [
+            [at[own.task.name, p] for p in own.producers(module)] for _, own, module in self.modules
+        ]
+        self.owners = [
+            request.workload.modules[module].share or module for _, _, module in self.modules
+        ]
+        self.tensor_degrees = cache(self._tensor_degrees)
+
+    def layout_of(self, plan: Plan) -> PlanLayout | None:
+        """The layout that is most like a plan; None where a module is in several units."""
+        by_name = {(unit.task, unit.module): unit for unit in plan.units}
+        if len(by_name) < len(plan.units):
+            return None
+        own = [by_name[problem.task.name, module] for _, problem, module in self.modules]
+        groups: list[tuple[set[int], list[int]]] = []
+        for index, unit in enumerate(own):
+            ranks, members = set(unit.all_ranks), [index]
+            for other in [g for g in groups if g[0] & ranks]:
+                groups.remove(other)
+                ranks, members = ranks | other[0], members + other[1]
+            groups.append((ranks, members))
+        first = {index: min(ranks) for ranks, members in groups for index in members}
+        return PlanLayout(
+            choices=tuple(self._choice_of(i, unit, first[i]) for i, unit in enumerate(own)),
+            groups=tuple(sorted(tuple(sorted(members)) for _, members in groups)),
+            zero=plan.training.zero,
+            in_turn=plan.in_turn,
+        )
+
+    def _choice_of(self, index: int, unit: Unit, first: int) -> UnitChoice:
+        kind = unit.schedule.kind
+        if kind == "wave":
+            kind = "batch-sync" if self.modules[index][1].task.sync_batches else "1f1b"
+        return UnitChoice(
+            tp=unit.tp,
+            pp=unit.pp,
+            vpp=unit.vpp,
+            dp=unit.dp,
+            size=max(map(max, unit.microbatches)),
+            kind=kind,
+            lead=unit.schedule.lead,
+            offset=min(unit.all_ranks) - first,
+            kept=unit,
+        )
+
+    def units_of(self, layout: PlanLayout) -> tuple[Unit, ...] | None:
+        """Its units on their ranks; None where tensor-parallel groups would cross nodes."""
+        cluster = self.request.cluster
+        shapes = {str(group): self._shape(layout, group) for group in layout.groups}
+        places = place_modules(shapes, cluster=cluster, devices=self.request.devices)
+        if places is None:
+            return None
+        units: list[Unit] = []
+        for index, choice in enumerate(layout.choices):
+            start = places[str(layout.group_of(index))].members[0] + choice.offset
+            grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
+            if not _inside_nodes(grid, cluster):
+                return None
+            units.append(self._unit(index, layout, grid))
+        return tuple(units)
+
+    def _shape(self, layout: PlanLayout, group: Sequence[int]) -> tuple[int, int, int]:
+        """(dp, pp, tp) of a grid with room for a group."""
+        if len(group) == 1:
+            own = layout.choices[group[0]]
+            return own.dp, own.pp, own.tp
+        tp = max(layout.choices[index].tp for index in group)
+        return -(-layout.group_devices(group) // tp), 1, tp
+
+    def _unit(self, index: int, layout: PlanLayout, grid: RankGrid) -> Unit:
+        name, problem, module = self.modules[index]
+        choice = layout.choices[index]
+        splits = layout.backwards != "fused" and self.pins(index).split_backward == "auto"
+        schedule = Schedule(
+            kind=choice.kind,
+            lead=choice.lead,
+            sync_lead=layout.sync_lead if choice.kind == "batch-sync" else 0,
+            split_backward=splits,
+            even_in_flight=splits and layout.backwards == "even",
+        )
+        if choice.kept is not None:
+            changes = {"name": name, "ranks": grid.ranks, "schedule": schedule}
+            return choice.kept.model_copy(update=changes)
+        unit = make_unit(
+            problem,
+            module,
+            grid=grid,
+            blocks=module_stages(problem, module, choice.pp * choice.vpp),
+            size=choice.size,
+            pinned=self.pins(index).microbatch is not None,
+            schedule=schedule,
+        )
+        return unit.model_copy(update={"name": name, "vpp": choice.vpp})
+
+    def _tensor_degrees(self, index: int) -> list[int]:
+        """Those that a module's profile has and its pins allow."""
+        return allowed_tensor_degrees(*self.modules[index][1:])
+
+    def pins(self, index: int) -> Pins:
+        """The workload's, of a unit's module."""
+        return self.request.workload.modules[self.modules[index][2]].plan
+
+
+def _inside_nodes(grid: RankGrid, cluster: Cluster) -> bool:
+    """Whether each tensor-parallel group is on one node."""
+    return all(
+        cluster.node_of(ranks[0]) == cluster.node_of(ranks[-1]) for _, _, ranks in grid.groups()
+    )

@@ -1,0 +1,298 @@
+"""Changes of a plan that are tried in simulation: what no formula of one solver sees.
+
+A *layout* is what such a change acts on: of each unit its degrees, micro-batch and lead, which
+units share devices, and how the whole runs: backwards, order, ZeRO stage. The search starts from
+the layouts of the solvers' best plans. It tries those first of which an estimate promises most, and
+goes on from each that is about as good as the best so far: by one change, then by two. Where memory
+refuses a layout, the next ZeRO stage is tried. Last come *small* layouts, whose units share all
+devices in many parts: changes may lead to them only by way of what does not fit. The search begins
+with these where no solver has a plan that fits.
+
+A layout whose busiest device alone takes as long as the best plan's step is not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from mmplan.planning.measured_trials import rounded
+from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges, with_usual_leads
+from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
+from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
+from mmplan.schema.plan import Order, Plan
+from mmplan.solvers.problem import Candidate, Request
+from mmplan.solvers.search_budget import SearchBudget
+
+# The best different layouts, from which the search starts. Chosen by hand, as all that follows.
+_STARTS = 3
+# The search goes on from layouts that take up to this times the best step.
+_NEAR = 1.02
+# Pairs of changes are looked at once this many layouts in a row gained nothing.
+_PATIENCE = 12
+# The search ends after so many layouts in a row that gained nothing.
+_GIVE_UP = 100
+# A plan with split backwards must shorten the step to less than this share.
+SHORTER = 0.99
+# Steps are equal but for rounding.
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """What a search found.
+
+    Attributes:
+        plan: the best: a start, or one that is better than all of them.
+        start: that the best was reached from.
+        candidate: the units of the best; None where it is a start.
+        evaluations: layouts that were simulated.
+    """
+
+    plan: Plan
+    start: Plan
+    candidate: Candidate | None = None
+    evaluations: int = 0
+
+
+class NeighbourSearch:
+    """Tries the layouts that promise most, until its budget ends or nothing more is gained.
+
+    Args:
+        request: whose plans these are.
+        trial: the simulated plan of a candidate; None where it does not fit or cannot run. It
+            spends from the budget what it takes.
+        trial_s: seconds of a quiet core that a trial takes about.
+        budget: of the whole search.
+        least_s: no plan takes less.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        trial: Callable[[Candidate], Plan | None],
+        trial_s: float,
+        budget: SearchBudget,
+        least_s: float,
+    ) -> None:
+        self._request, self._trial, self._budget = request, trial, budget
+        self._least_s = least_s
+        self._space = LayoutSpace(request)
+        self._estimates = LayoutEstimates(self._space)
+        self._changes = LayoutChanges(self._space, self._estimates)
+        self._seen: set[PlanLayout] = set()
+        self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
+        # By unit and choice, the least factor by which steps took longer than estimated.
+        self._factors: dict[tuple[object, ...], float] = {}
+        # Of equal estimates the first is tried first.
+        self._numbers = itertools.count()
+        # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
+        # differ in what nothing waits for.
+        self._expanded: set[float] = set()
+        self._evaluations = 0
+        # No trial is begun for which too little is left.
+        self._longest_s = trial_s
+
+    def run(self, starts: Sequence[Plan]) -> Neighbours:
+        """The best plan that changes of some others lead to.
+
+        Args:
+            starts: simulated, best first; one at least.
+        """
+        best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        first = self._begin(starts)
+        # Whose pairs of changes are still to come.
+        around, are_small_tried = first, False
+        while self._goes_on(best.plan, in_vain):
+            if around is not None and (in_vain >= _PATIENCE or not self._heap):
+                self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
+                around = None
+            if not self._heap and first is not None and not are_small_tried:
+                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
+                are_small_tried = True
+            if not self._heap:
+                break
+            expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
+            learnt = self._factor(layout)
+            if learnt > factor:
+                estimate_s = expected_s / factor
+                self._add(layout, learnt * estimate_s, limit_s, start, learnt)
+                continue
+            if not self._may_fit(layout):
+                self._cut_further(layout, expected_s, limit_s, start)
+                continue
+            if self._estimates.busiest_s(layout) >= best.plan.predicted.iteration_s:
+                continue
+            candidate = self._candidate(layout)
+            if candidate is None:
+                continue
+            plan = self._evaluated(candidate)
+            if plan is None:
+                self._cut_further(layout, expected_s, limit_s, start)
+                continue
+            in_vain += 1
+            self._learn(
+                layout, plan.predicted.iteration_s * factor / expected_s if expected_s else 1.0
+            )
+            if _merit(plan) < _merit(best.plan):
+                best = Neighbours(plan=plan, start=start, candidate=candidate)
+                around, in_vain = layout, 0
+            step_s = rounded(plan.predicted.iteration_s)
+            is_near = step_s <= _NEAR * best.plan.predicted.iteration_s
+            if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
+                self._expand(layout, plan, start)
+        return replace(best, evaluations=self._evaluations)
+
+    def first_fit(self) -> tuple[Candidate, Plan] | None:
+        """A plan that fits where no solver has one, those first that hold least."""
+        small = self._changes.small(self._request.costs.training.zero, self._small_budget())
+        heap = [(self._estimates.least_bytes(own), next(self._numbers), own) for own in small]
+        heapq.heapify(heap)
+        while heap and not self._budget.is_over:
+            _, _, layout = heapq.heappop(heap)
+            others = [layout, *self._changes.neighbours(layout)]
+            stages = range(layout.zero, MOST_ZERO + 1)
+            for other, zero in itertools.product(others, stages):
+                if self._budget.is_over:
+                    return None
+                other = replace(other, zero=zero)
+                if other in self._seen or not self._may_fit(other):
+                    continue
+                self._seen.add(other)
+                candidate = self._candidate(other)
+                if candidate and (plan := self._evaluated(candidate)):
+                    return candidate, plan
+                held = self._estimates.least_bytes(other)
+                heapq.heappush(heap, (held, next(self._numbers), other))
+        return None
+
+    def _small(self, start: Plan) -> Iterator[PlanLayout]:
+        """Changes of a start may lead to these only by way of what does not fit."""
+        for small in self._changes.small(start.training.zero, self._small_budget()):
+            yield with_usual_leads(small)
+            yield small
+
+    def _small_budget(self) -> SearchBudget:
+        return self._budget.part(self._budget.left_s / 8)
+
+    def _begin(self, starts: Sequence[Plan]) -> PlanLayout | None:
+        """Look around the best different starts; the layout of the first, where it has one."""
+        layouts: dict[PlanLayout, Plan] = {}
+        for start in starts:
+            layout = self._space.layout_of(start)
+            if layout is not None and len(layouts) < _STARTS:
+                layouts.setdefault(layout, start)
+        for layout, start in layouts.items():
+            self._seen.add(layout)
+            self._learn(layout, 1.0)
+            if start.waves or self._space.units_of(layout) != start.units:
+                self._add(layout, 0.0, math.inf, start)
+            self._expand(layout, start, start)
+        return next((own for own, start in layouts.items() if start is starts[0]), None)
+
+    def _goes_on(self, best: Plan, in_vain: int) -> bool:
+        may_gain = best.predicted.iteration_s > self._least_s * _SAME
+        return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
+
+    def _may_fit(self, layout: PlanLayout) -> bool:
+        self._budget.spend(ESTIMATE_S)
+        memory_bytes = self._request.cluster.device.memory_bytes
+        return self._estimates.least_bytes(layout) <= memory_bytes
+
+    def _cut_further(
+        self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan
+    ) -> None:
+        """Try a layout that did not fit with the next ZeRO stage."""
+        if layout.zero < self._estimates.most_zero(layout):
+            further = replace(layout, zero=layout.zero + 1)
+            if further not in self._seen:
+                self._add(further, expected_s, limit_s, start)
+
+    def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
+        """Try what is one change away: leads that gain nothing lead nowhere."""
+        self._expanded.add(rounded(plan.predicted.iteration_s))
+        self._push(self._changes.neighbours(layout), layout, plan, start, math.inf)
+        self._push(self._changes.tuned(layout), layout, plan, start, plan.predicted.iteration_s)
+
+    def _push(
+        self,
+        others: Iterable[PlanLayout],
+        layout: PlanLayout,
+        plan: Plan,
+        start: Plan,
+        limit_s: float,
+    ) -> None:
+        """Layouts to try later, those first that should take least.
+
+        Args:
+            others: two changes at most from ``layout``.
+            limit_s: the search goes on from those that take less.
+        """
+        scale = plan.predicted.iteration_s / self._estimates.estimate_s(layout)
+        # Most of the budget is for trials.
+        budget = self._budget.part(self._budget.left_s / 4)
+        for other in others:
+            if budget.is_over:
+                return
+            if other not in self._seen:
+                self._seen.add(other)
+                budget.spend(ESTIMATE_S)
+                self._add(other, scale * self._estimates.estimate_s(other), limit_s, start)
+
+    def _add(
+        self,
+        layout: PlanLayout,
+        expected_s: float,
+        limit_s: float,
+        start: Plan,
+        factor: float = 1.0,
+    ) -> None:
+        self._seen.add(layout)
+        item = rounded(expected_s), next(self._numbers), layout, limit_s, start, factor
+        heapq.heappush(self._heap, item)
+
+    def _factor(self, layout: PlanLayout) -> float:
+        """By which a layout should take longer than estimated, by the choices in it."""
+        own = (self._factors.get(key, 1.0) for key in _learnt_by(layout))
+        return max(1.0, *own)
+
+    def _learn(self, layout: PlanLayout, factor: float) -> None:
+        for key in _learnt_by(layout):
+            self._factors[key] = min(factor, self._factors.get(key, math.inf))
+
+    def _candidate(self, layout: PlanLayout) -> Candidate | None:
+        units = self._space.units_of(layout)
+        if units is None:
+            return None
+        return Candidate(
+            units=units,
+            objective_s=0.0,
+            in_turn=layout.in_turn,
+            zero=cast("Literal[0, 1, 2, 3]", layout.zero),
+            order=None if layout.rule == Order().rule else Order(rule=layout.rule),
+        )
+
+    def _evaluated(self, candidate: Candidate) -> Plan | None:
+        left_s = self._budget.left_s
+        plan = self._trial(candidate)
+        self._evaluations += 1
+        self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
+        return plan
+
+
+def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
+    """What estimates are corrected by: each unit's choice, whatever its lead."""
+    for index, choice in enumerate(layout.choices):
+        yield layout.backwards, index, replace(choice, lead=0, offset=0)
+
+
+def _merit(plan: Plan) -> tuple[float, int]:
+    """Less is better: the step, then its device-seconds; split backwards must gain something."""
+    split = any(unit.schedule.split_backward for unit in plan.units)
+    step_s = plan.predicted.iteration_s / (SHORTER if split else 1)
+    return rounded(step_s), plan.predicted.devices_used
