@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.errors import RunFailedError
-from mmplan.schema.plan import Plan, RunnerUp
+from mmplan.schema.plan import Plan, Prediction, RunnerUp
 from mmplan.solvers.problem import Candidate, Solution
 
 # Plans of one task that take less than this times the shortest step are as fast to a reader: the
@@ -158,3 +158,8 @@ def plan_label(plan: Plan) -> str:
     ranks = [rank for unit in plan.units for rank in set(unit.all_ranks)]
     end = SHARED if len(set(ranks)) < len(ranks) else ")"
     return f"{degrees}, micro-batch {'/'.join(map(str, shown))} (dp x pp x tp{end}"
+
+
+def peak_bytes(predicted: Prediction) -> float:
+    """Predicted peak memory of the device with the highest one."""
+    return max(predicted.memory_bytes, default=0.0)

@@ -24,6 +24,7 @@ from mmplan.planning.measured_trials import rounded
 from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges, with_usual_leads
 from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
+from mmplan.planning.unit_schedules import SHORTER
 from mmplan.schema.plan import Order, Plan
 from mmplan.solvers.problem import Candidate, Request
 from mmplan.solvers.search_budget import SearchBudget
@@ -36,8 +37,6 @@ _NEAR = 1.02
 _PATIENCE = 12
 # The search ends after so many layouts in a row that gained nothing.
 _GIVE_UP = 100
-# A plan with split backwards must shorten the step to less than this share.
-SHORTER = 0.99
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
