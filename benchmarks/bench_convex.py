@@ -267,7 +267,11 @@ def enumerate_small(problem: Problem, *, seconds: float) -> tuple[int, float, fl
     pipelines.groups()
     program, best, solved = AlgorithmOne(3), float("inf"), 0
     one = np.ones(1, dtype=np.int64)
-    per_sample = [own.times(one)[1][:, 0, 0] for own in pipelines.tables]
+    rows = [own.rows(one, problem.devices) for own in pipelines.tables]
+    per_sample = [
+        own.times(each, one)[1][each.shape == 0]
+        for own, each in zip(pipelines.tables, rows, strict=True)
+    ]
     tps = [own.tps for own in pipelines.tables]
     combinations = [
         (frame, index)

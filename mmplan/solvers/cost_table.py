@@ -219,9 +219,17 @@ class ModuleCosts:
             tp, dp: of the stages.
             in_rounds: whether gradients are summed after each micro-batch.
         """
-        # Of tensor-parallel stages the gradients alone are cut.
-        gathers = np.equal(tp, 1) if in_rounds else False
-        of_trained = np.vectorize(self._trained_bytes, otypes=[np.float64])(dp, in_rounds, gathers)
+        numbers, place = np.unique(dp, return_inverse=True)
+        place = place.reshape(np.shape(dp))
+
+        def of_each(gathers: bool) -> Floats:
+            found = [self._trained_bytes(n, in_rounds, gathers) for n in numbers.tolist()]
+            return np.array(found)[place]
+
+        of_trained = of_each(False)
+        if in_rounds:
+            # Of tensor-parallel stages the gradients alone are cut.
+            of_trained = np.where(np.equal(tp, 1), of_each(True), of_trained)
         of_frozen = self._costs.bytes_per_parameter(trainable=False)
         return (trained * of_trained + frozen * of_frozen) / tp
 

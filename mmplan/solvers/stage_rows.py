@@ -5,6 +5,8 @@ Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-ba
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from mmplan.arrays import Floats, Indices, Ints
@@ -122,17 +124,25 @@ class StageBytes:
         self._each = problem.request.cluster.device.communicator_bytes
         self._columns = np.moveaxis(rows, -1, 0)[..., None]
 
+    def taken(self, shape: Ints) -> StageBytes:
+        """Of some of the first axis of ``rows``, in that order."""
+        found = copy(self)
+        found._columns = self._columns[:, shape]
+        return found
+
     def fixed_bytes(self, tp: int | Ints, dp: Ints, *, in_rounds: bool = False) -> Floats:
         """Parameters and communicators (:meth:`ModuleCosts.parameter_bytes`)."""
         columns = self._columns
         numbers = columns[TRAINED_NUMBERS], columns[FROZEN_NUMBERS]
+        parameters = self._costs.parameter_bytes(*numbers, tp=tp, dp=dp, in_rounds=in_rounds)
+        if not self._each:
+            return parameters
         groups = (
             columns[GROUPS]
             + columns[OF_TP] * np.greater(tp, 1)
             + columns[OF_DP] * np.greater(dp, 1)
             + columns[OF_BOTH] * (np.greater(dp, 1) & np.greater(tp, 1))
         )
-        parameters = self._costs.parameter_bytes(*numbers, tp=tp, dp=dp, in_rounds=in_rounds)
         return parameters + groups * self._each
 
     def held_bytes(

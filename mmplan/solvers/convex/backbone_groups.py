@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
 from mmplan.solvers.convex.branch_and_bound import Group, longest_after
-from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, Table
+from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, OptionRows, Table
 from mmplan.solvers.pareto import lower_hull
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
@@ -137,8 +138,10 @@ class Pipelines:
 
     def tables_of(self, frame: BackboneShape) -> list[Table]:
         """The options of every module in a group, and what they mean."""
+        # Each other module takes one at least.
+        most = self.problem.devices - len(self.tables) + 1
         return [
-            own.table(*self.replicas(k, frame), steps=frame.steps, fewest=frame.fewest)
+            own.table(*self.replicas(k, frame), steps=frame.steps, fewest=frame.fewest, most=most)
             for k, own in enumerate(self.tables)
         ]
 
@@ -241,27 +244,28 @@ class _Bounds:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
         if self.empty or not frames:
             return np.full(len(frames), np.inf)
-        own, shapes, devices = self._own, self._own.shapes, self._pipelines.problem.devices
+        own, devices = self._own, self._pipelines.problem.devices
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
         samples_G = np.array([frame.samples for frame in frames])
-        stage, warm = own.times(np.array([frames[0].microbatch]), steps=steps_G)
-        size_G = np.full(len(frames), frames[0].microbatch)
-        taken = np.array(own.tps)[:, None, None] * shapes.pp[:, None] * dp_G
-        left = devices - taken
         fewest_G = np.array([frame.fewest for frame in frames])
-        depth_limit = own.depth_limit(dp_G, size_G, steps_G, fewest_G)
-        fits = (depth_limit >= self._after[self._k]) & (left >= self._fewest)
-        steady, left = (steps_G - 1) * stage, np.maximum(left, 1)
-        least = np.full(taken.shape, -np.inf)
+        size = np.array([frames[0].microbatch])
+        rows = own.rows(dp_G, devices - self._fewest)
+        depth_limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
+        fits = depth_limit >= self._after[self._k]
+        rows = OptionRows(*(column[fits] for column in rows))
+        steps, left = steps_G[rows.b], devices - rows.devices
+        stage, warm = own.times(rows, size, steps)
+        steady = (steps - 1) * stage
+        least = np.full(len(left), -np.inf)
         for share in SHARES:
-            weight = taken / devices if share is None else np.full(taken.shape, share)
-            rate = (1 - weight) * (steps_G - 1) * samples_G / left
+            weight = rows.devices / devices if share is None else share
+            rate = (1 - weight) * (steps - 1) * samples_G[rows.b] / left
             for added in self._added:
-                added_s = np.interp(rate, self._rate, added)
-                least = np.maximum(least, weight * steady + added_s)
-        value = warm + own.reduce_s(dp_G, size_G) + least
-        return np.where(fits, value, np.inf).min(axis=(0, 1))
+                least = np.maximum(least, weight * steady + np.interp(rate, self._rate, added))
+        bound = np.full(len(frames), np.inf)
+        np.minimum.at(bound, rows.b, warm + own.reduce_s(rows, size) + least)
+        return bound
 
 
 def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -270,10 +274,16 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _optimistic_depth_limit(own: ModuleTables, size_B: Ints) -> Ints:
-    """[T, Q, B]: depth limit with the replicas that need least memory, and one micro-batch."""
-    alone, many = np.ones_like(size_B), np.full_like(size_B, MANY)
-    return np.maximum(own.depth_limit(alone, size_B, 1), own.depth_limit(many, size_B, 1))
+def _may_be_followed(
+    own: ModuleTables, rows: OptionRows, size_B: Ints, after: int
+) -> NDArray[np.bool_]:
+    """[R]: whether so many stages may follow.
+
+    That is with one micro-batch, and with the replicas that need least memory.
+    """
+    many = rows._replace(dp=np.full_like(rows.dp, MANY))
+    limits = (own.depth_limit(each, size_B, 1) for each in (rows, many))
+    return np.maximum(*limits) >= after
 
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
@@ -283,14 +293,16 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
     # Times grow with the size: those of a range's start, shared out over its last size.
     size_B, last_B = sizes[:-1], sizes[1:] - 1
-    stage, warm = own.times(size_B)
-    work = np.array(own.tps)[:, None, None] * own.shapes.pp[:, None] * stage / last_B
-    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.shapes.vpp == 1)[:, None]
+    rows = own.rows(np.ones_like(size_B), UNLIMITED)
+    stage, warm = own.times(rows, size_B)
+    work = rows.devices * stage / last_B[rows.b]
+    fits = _may_be_followed(own, rows, size_B, after) & (own.shapes.vpp[rows.shape] == 1)
     return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
 def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
-    fits = _optimistic_depth_limit(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
-    taken = np.array(own.tps)[:, None] * own.shapes.pp
-    return int(np.where(fits, taken, UNLIMITED).min())
+    one = np.ones(1, dtype=np.int64)
+    rows = own.rows(one, UNLIMITED)
+    fits = _may_be_followed(own, rows, one, after)
+    return int(rows.devices[fits].min(initial=UNLIMITED))

@@ -97,6 +97,7 @@ def best_plans(
     *,
     devices: int,
     top: int = 1,
+    below_s: float = float("inf"),
     any_plan: bool = False,
 ) -> list[FormulaPlan]:
     """The ``top`` best plans, best first; the first one is the optimum.
@@ -108,12 +109,13 @@ def best_plans(
         edges: (producer, consumer), producers before consumers in the modules' order.
         devices: N.
         top: plans wanted.
+        below_s: only plans that take less.
         any_plan: whether the best plan of any group will do: only feasibility is asked.
 
     Returns:
         An empty list where no plan fits.
     """
-    best = _Best(top)
+    best = _Best(top, below_s)
     for index in sorted(range(len(groups)), key=lambda i: groups[i].bound_s):
         if groups[index].bound_s * (1 - ROUNDING) >= best.limit_s:
             break
@@ -157,14 +159,14 @@ def _longest_before(weights: Sequence[float], edges: Edges) -> list[float]:
 class _Best:
     """The best plans so far."""
 
-    def __init__(self, top: int) -> None:
-        self._top = top
+    def __init__(self, top: int, below_s: float) -> None:
+        self._top, self._below_s = top, below_s
         self.plans: list[FormulaPlan] = []
 
     @property
     def limit_s(self) -> float:
         """Plans must be better than this to be kept."""
-        return self.plans[-1].value_s if len(self.plans) >= self._top else float("inf")
+        return self.plans[-1].value_s if len(self.plans) >= self._top else self._below_s
 
     def add(self, group: int, values: Floats, choices: NDArray[np.int64]) -> None:
         rows = np.flatnonzero(values < self.limit_s)

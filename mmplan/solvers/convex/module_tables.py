@@ -4,7 +4,8 @@ Everything about a stage is a sum over its blocks, times curves over the micro-b
 that do not know the blocks.
 
 Shape suffixes: L = blocks, T = tp degrees, Q = shapes (pp, vpp), S = stages of a shape that can be
-its slowest or fullest, B = (dp, micro-batch size).
+its slowest or fullest, B = (dp, micro-batch size), R = options: those of T, Q and B together that
+have devices enough.
 """
 
 from __future__ import annotations
@@ -152,6 +153,24 @@ class Table:
     dp: Ints
 
 
+class OptionRows(NamedTuple):
+    """Options of a module.
+
+    Attributes:
+        tp: [R], index into the module's degrees.
+        shape: [R], index of the (pp, vpp).
+        b: [R], index of the replicas and their micro-batch.
+        dp: [R], replicas.
+        devices: [R], of all replicas.
+    """
+
+    tp: Ints
+    shape: Ints
+    b: Ints
+    dp: Ints
+    devices: Ints
+
+
 class _SizeCosts(NamedTuple):
     """Of micro-batches by size.
 
@@ -212,7 +231,13 @@ class ModuleTables:
 
     # --- options ------------------------------------------------------------------------
 
-    def table(self, dp_B: Ints, size_B: Ints, *, steps: int, fewest: int) -> Table:
+    def rows(self, dp_B: Ints, most: int) -> OptionRows:
+        """The options that take at most so many devices, by tp, shape and replicas."""
+        devices = self._tp * self.shapes.pp[:, None] * dp_B
+        tp, shape, b = np.nonzero(devices <= most)
+        return OptionRows(tp, shape, b, dp_B[b], devices[tp, shape, b])
+
+    def table(self, dp_B: Ints, size_B: Ints, *, steps: int, fewest: int, most: int) -> Table:
         """All options with given replicas and micro-batches.
 
         Args:
@@ -220,25 +245,23 @@ class ModuleTables:
             size_B: their largest micro-batch.
             steps: micro-batches of a step.
             fewest: of the replica that has the fewest.
+            most: devices that an option may take.
         """
-        shapes = self.shapes
-        stage, warm = self.times(size_B, dp_B, steps)
-        depth_limit = self.depth_limit(dp_B, size_B, steps, fewest)
-        depth = shapes.depth(self._group(np.array([steps]), fewest)[:, 0])
-        devices = self._tp * shapes.pp[:, None] * dp_B
-        tp_index, shape, b = np.indices(devices.shape, dtype=np.int64).reshape(3, -1)
+        shapes, rows = self.shapes, self.rows(dp_B, most)
+        stage, warm = self.times(rows, size_B, steps, dp_B=dp_B)
+        depth = shapes.depth(self._group(np.array(steps), fewest))
         return Table(
             options=Options(
-                devices=devices.ravel(),
-                warm_s=warm.ravel(),
-                stage_s=stage.ravel(),
-                reduce_s=self.reduce_s(dp_B, size_B).ravel(),
-                depth=depth[shape],
-                depth_limit=depth_limit.ravel(),
+                devices=rows.devices,
+                warm_s=warm,
+                stage_s=stage,
+                reduce_s=self.reduce_s(rows, size_B),
+                depth=depth[rows.shape],
+                depth_limit=self.depth_limit(rows, size_B, steps, fewest),
             ),
-            tp=tp_index,
-            shape=shape,
-            dp=dp_B[b],
+            tp=rows.tp,
+            shape=rows.shape,
+            dp=rows.dp,
         )
 
     def pick(self, table: Table, row: int) -> SelectedOption:
@@ -255,24 +278,32 @@ class ModuleTables:
     # --- seconds ------------------------------------------------------------------------
 
     def times(
-        self, size_B: Ints, dp_B: Ints | None = None, steps: int | Ints = UNLIMITED
+        self,
+        rows: OptionRows,
+        size_B: Ints,
+        steps: int | Ints = UNLIMITED,
+        *,
+        dp_B: Ints | None = None,
     ) -> tuple[Floats, Floats]:
-        """[T, Q, B] slowest stage, and the ramp up and down; messages included.
+        """[R] slowest stage, and the ramp up and down; messages included.
 
         Args:
-            size_B: samples of a micro-batch.
+            rows: options.
+            size_B: samples of a micro-batch; one where all are alike.
+            steps: micro-batches, of all rows or [R]. Fewer than pp leave the ranks of an
+                interleaved module idle until the first of them comes back to the next chunk.
             dp_B: replicas, where the busiest one counts; else a bound on it.
-            steps: micro-batches. Fewer than pp leave the ranks of an interleaved module idle
-                until the first of them comes back to the next chunk.
         """
         basis = self.basis(size_B)
         if dp_B is not None and self.problem.varies:
             basis = self._at(size_B, dp_B).basis
-        stage = (self._stages @ basis[:, None]).max(axis=2)
-        compute = self._total[:, :, :INNER] @ basis[:, :INNER]
-        messages = self._total[:, :, INNER:] @ basis[:, INNER:]
+        stage = _at_rows((self._stages @ basis[:, None]).max(axis=2), rows)
+        compute = _at_rows(self._total[:, :, :INNER] @ basis[:, :INNER], rows)
+        messages = _at_rows(self._total[:, :, INNER:] @ basis[:, INNER:], rows)
+        if not self._interleaved:
+            return stage, compute + messages
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
-        vpp = self.shapes.vpp[:, None]
+        vpp = self.shapes.vpp[rows.shape]
         fill = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
         idle = np.maximum(compute - steps * stage, 0.0) * (1 - 1 / vpp)
         return stage, fill + idle + messages
@@ -318,65 +349,85 @@ class ModuleTables:
             scale[:, :, OUTER + i] = inside[i] if one_node else between[i] + gather
         return scale
 
-    def reduce_s(self, dp_B: Ints, size_B: Ints) -> Floats:
-        """[T, Q, B]: gradient reductions (:func:`mmplan.solvers.cost_table.reduction_s`)."""
+    def reduce_s(self, rows: OptionRows, size_B: Ints) -> Floats:
+        """[R]: gradient reductions (:func:`mmplan.solvers.cost_table.reduction_s`)."""
         shapes = self.shapes
         if not shapes.gradient_bytes.any():
-            return np.zeros((len(self.tps), len(shapes.pp), len(dp_B)))
+            return np.zeros(len(rows.dp))
         backward_s = shapes.total[:, :INNER] @ self._of_sizes(size_B).backward
+        tp, pp = self._tp[rows.tp, 0, 0], shapes.pp[rows.shape]
         return reduction_s(
             self.problem.request.cluster,
-            tp=self._tp,
-            pp=shapes.pp[:, None],
-            dp=dp_B,
-            num_bytes=shapes.gradient_bytes[:, None] / self._tp,
-            backward_s=backward_s / (shapes.pp * shapes.vpp)[:, None],
+            tp=tp,
+            pp=pp,
+            dp=rows.dp,
+            num_bytes=shapes.gradient_bytes[rows.shape] / tp,
+            backward_s=_at_rows(backward_s, rows) / (pp * shapes.vpp[rows.shape]),
         )
 
     # --- bytes --------------------------------------------------------------------------
 
     def depth_limit(
-        self, dp_B: Ints, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
+        self, rows: OptionRows, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
     ) -> Ints:
-        """[T, Q, B]: most stages after the module that its memory allows; -1 where none."""
+        """[R]: most stages after the module that its memory allows; -1 where none.
+
+        Args:
+            rows: options.
+            size_B: micro-batches; one where they are all alike.
+            steps: their number in a step: of all rows, or [R].
+            fewest: of the replica that has the fewest.
+        """
         memory_bytes = self.problem.memory_bytes
-        free, each, ahead = self._bytes(dp_B, size_B, steps, memory_bytes, fewest)
+        free, each, ahead = self._bytes(rows, size_B, steps, memory_bytes, fewest)
         # Where nothing is held only the parameters count; all micro-batches are the most held.
         depth_limit = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
-        depth_limit = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, depth_limit)
-        depth_limit = np.where(free < 0, -1, depth_limit).min(axis=2)
+        all_held = each * np.reshape(steps, (-1, 1))
+        depth_limit = np.where(free * (1 + ROUNDING) >= all_held, UNLIMITED, depth_limit)
+        depth_limit = np.where(free < 0, -1, depth_limit).min(axis=1)
         return np.clip(depth_limit, -1, UNLIMITED).astype(np.int64)
 
-    def needed_bytes(self, dp_B: Ints, size_B: Ints, steps: int, after: int) -> Floats:
-        """[T, Q, B]: bytes of the fullest device with ``after`` stages after the module."""
-        free, each, ahead = self._bytes(dp_B, size_B, steps, 0.0)
-        return (np.minimum(ahead + each * after, each * steps) - free).max(axis=2)
+    def needed_bytes(self, dp: int, size: int, steps: int, after: int) -> float:
+        """The least bytes of the fullest device with ``after`` stages after the module."""
+        rows, sizes = self.rows(np.array([dp]), UNLIMITED), np.array([size])
+        free, each, ahead = self._bytes(rows, sizes, steps, 0.0)
+        needed = np.minimum(ahead + each * after, each * steps) - free
+        return float(needed.max(axis=1).min())
 
     def _bytes(
         self,
-        dp_B: Ints,
+        rows: OptionRows,
         size_B: Ints,
         steps: int | Ints,
         memory_bytes: float,
         fewest: int | Ints | None = None,
     ) -> tuple[Floats, Floats, Floats]:
-        """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        tp, own = self._tp[..., None], self._bytes_of_stages
-        activation = self._of_sizes(size_B).activation[:, None, None]
+        """[R, S]: what parameters leave, a micro-batch, and those in the module itself."""
+        own = self._bytes_of_stages.taken(rows.shape)
+        tp, dp = self._tp[rows.tp], rows.dp[:, None, None]
+        size = size_B if len(size_B) == 1 else size_B[rows.b, None, None]
+        activation = self._of_sizes(size_B).activation
+        activation = activation[rows.tp, 0 if len(size_B) == 1 else rows.b, None, None]
         each, ahead = (
-            own.held_bytes(tp, size_B, activation, first=first) for first in (HELD, HELD_AHEAD)
+            own.held_bytes(tp, size, activation, first=first) for first in (HELD, HELD_AHEAD)
         )
+        steps_R = np.reshape(steps, (-1, 1, 1))
         if self._interleaved:
-            longer = self._group(np.atleast_1d(steps), fewest) - self.shapes.pp[:, None]
-            added = own.held_bytes(tp, size_B, activation, first=HELD_LONGER)
-            ahead = ahead + longer[:, None] * added
-        taken = own.fixed_bytes(tp, dp_B) + own.bytes_beside(size_B, steps)
-        return memory_bytes - taken, each, ahead
+            group = self._group(np.reshape(steps, -1), fewest, rows.shape)
+            longer = group - self.shapes.pp[rows.shape]
+            added = own.held_bytes(tp, size, activation, first=HELD_LONGER)
+            ahead = ahead + longer[:, None, None] * added
+        taken = own.fixed_bytes(tp, dp) + own.bytes_beside(size, steps_R)
+        return (memory_bytes - taken)[..., 0], each[..., 0], ahead[..., 0]
 
-    def _group(self, steps_B: Ints, fewest: int | Ints | None) -> Ints:
-        """[Q, B]: the longest group of any replica; one may have a micro-batch less."""
-        pp, fewest_B = self.shapes.pp[:, None], steps_B if fewest is None else fewest
-        return np.maximum(largest_group(steps_B, pp), largest_group(fewest_B, pp))
+    def _group(
+        self, steps: Ints, fewest: int | Ints | None, shape: Ints | slice = slice(None)
+    ) -> Ints:
+        """The longest group of any replica of each shape; one may have a micro-batch less."""
+        pp = self.shapes.pp[shape]
+        return np.maximum(
+            largest_group(steps, pp), largest_group(steps if fewest is None else fewest, pp)
+        )
 
     # --- replicas -----------------------------------------------------------------------
 
@@ -405,7 +456,14 @@ class ModuleTables:
     def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int) -> Ints:
         last = np.append(dp[1:] - 1, most) if len(dp) else dp
         size = -(-samples // np.maximum(dp, 1))
-        low, high = (self.depth_limit(n, size, steps) for n in (dp, last))
-        grows = np.any(low != high, axis=(0, 1))
-        extra = [np.arange(dp[i], last[i] + 1) for i in np.flatnonzero(grows)]
+        rows = self.rows(dp, self.problem.devices)
+        ends = rows, rows._replace(dp=last[rows.b])
+        low, high = (self.depth_limit(end, size, steps) for end in ends)
+        grows = np.unique(rows.b[low != high]).tolist()
+        extra = [np.arange(int(dp[i]), int(last[i]) + 1) for i in grows]
         return np.unique(np.concatenate([dp, *extra]))
+
+
+def _at_rows(value: Floats, rows: OptionRows) -> Floats:
+    """[R] of [T, Q, B], or of [T, Q, 1] where all micro-batches are alike."""
+    return value[rows.tp, rows.shape, 0 if value.shape[2] == 1 else rows.b]

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-
-import numpy as np
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -75,21 +72,17 @@ def _with_one_node(whole: Problem, node: Problem) -> Solution:
     Of several nodes the formula takes all messages between modules to cross nodes, so plans that
     stay on one are looked for apart.
     """
-    try:
-        found = best_pipelines(whole)
-    except InfeasibleError:
+    found = _pipelines(whole)
+    placed = found.candidates if found else ()
+    inside = _pipelines(node, below_s=placed[0].objective_s if placed else math.inf)
+    if inside is None or not inside.candidates:
         # What is missing is said of all devices.
-        with suppress(InfeasibleError):
-            return best_pipelines(node)
-        raise
-    with suppress(InfeasibleError):
-        inside = best_pipelines(node)
-        least_s = found.candidates[0].objective_s
-        better = [c for c in inside.candidates if c.objective_s < least_s]
-        others = [c for c in found.candidates if all(c.units != b.units for b in better)]
-        bound_s = min(found.formula_bound_s, inside.formula_bound_s)
-        return replace(found, candidates=(*better, *others), formula_bound_s=bound_s)
-    return found
+        return _with_plans(whole, found)
+    if found is None or not placed:
+        return inside
+    others = [c for c in placed if all(c.units != b.units for b in inside.candidates)]
+    bound_s = min(found.formula_bound_s, inside.formula_bound_s)
+    return replace(found, candidates=(*inside.candidates, *others), formula_bound_s=bound_s)
 
 
 def _check_suited(request: Request) -> None:
@@ -119,6 +112,20 @@ def best_pipelines(problem: Problem) -> Solution:
     Raises:
         InfeasibleError: too few devices, or too little memory; names what is missing.
     """
+    return _with_plans(problem, _pipelines(problem))
+
+
+def _with_plans(problem: Problem, found: Solution | None) -> Solution:
+    """What was found, where that is a plan."""
+    if found is None:
+        raise _explain(problem)
+    if not found.candidates:
+        raise _no_placement()
+    return found
+
+
+def _pipelines(problem: Problem, *, below_s: float = math.inf) -> Solution | None:
+    """The plans that take less than that; None where there are none, placed or not."""
     top, specs = problem.request.top, problem.request.workload.modules
     asked = any(specs[module].plan.vpp is not None for module in problem.task.modules)
     searches = [Pipelines(problem, interleaved=asked)]
@@ -128,14 +135,14 @@ def best_pipelines(problem: Problem) -> Solution:
     values: list[float] = []
     candidates: dict[tuple[Unit, ...], Candidate] = {}
     for own in searches:
-        plans = best_plans(own.groups(), own.edges, devices=problem.devices, top=wanted)
+        plans = best_plans(
+            own.groups(), own.edges, devices=problem.devices, top=wanted, below_s=below_s
+        )
         values += [plan.value_s for plan in plans[:1]]
         for candidate in islice(candidates_of(own, plans), top):
             candidates.setdefault(candidate.units, candidate)
     if not values:
-        raise _explain(problem)
-    if not candidates:
-        raise _no_placement()
+        return None
     return Solution(
         solver="convex",
         method="exact",
@@ -329,14 +336,13 @@ def _listed(problem: Problem) -> str:
 def _fullest(problem: Problem) -> tuple[str, float]:
     """The module that needs most bytes on a device, with all devices to itself."""
     pipelines = Pipelines(problem)
-    one = np.ones(1, dtype=np.int64)
-    needed: dict[str, float] = {}
-    for k, own in enumerate(pipelines.tables):
-        many = np.array([max(1, problem.devices)], dtype=np.int64)
-        needed[own.module] = min(
-            float(own.needed_bytes(dp, one, problem.task.batch, pipelines.depths_after[k]).min())
-            for dp in (one, many)
+    needed = {
+        own.module: min(
+            own.needed_bytes(dp, 1, problem.task.batch, pipelines.depths_after[k])
+            for dp in (1, max(1, problem.devices))
         )
+        for k, own in enumerate(pipelines.tables)
+    }
     fullest = max(needed, key=lambda module: needed[module])
     return fullest, needed[fullest]
 
