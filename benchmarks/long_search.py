@@ -142,7 +142,6 @@ class LongSearch:
         self._rng = random.Random(seed)
         self._free = free_modules(job)
         self._setting = cache(self._settled)
-        self._costs = cache(self._costs_of)
         first = self._setting(self._chosen(start))
         self._modules = first.space.modules
         self._request, self._space = first.request, first.space
@@ -228,7 +227,7 @@ class LongSearch:
                 raise InvalidInputError("does not fit")
             return found
 
-        costs = self._costs(plan.training.zero)
+        costs = self._request.costs
         ordered = best_order(
             plan,
             costs,
@@ -241,7 +240,7 @@ class LongSearch:
         """With its prediction; None where it cannot run or does not fit."""
         if plan is None:
             return None
-        memory, costs = plan.cluster.device.memory_bytes, self._costs(plan.training.zero)
+        memory, costs = plan.cluster.device.memory_bytes, self._request.costs
         try:
             lowered = lower_plan(plan)
             if _instructions(lowered) > self._most_instructions:
@@ -266,10 +265,6 @@ class LongSearch:
     def _settled(self, full: frozenset[tuple[str, Recompute]]) -> _Setting:
         job = recomputing(self._job, dict(full)) if self._free else self._job
         return _Setting(job, self._profile, self._start)
-
-    def _costs_of(self, zero: int) -> CostModel:
-        training = self._start.training.model_copy(update={"zero": zero})
-        return CostModel(self._profile, self._start.cluster, training)
 
     # --- plans -----------------------------------------------------------------------
 

@@ -390,8 +390,15 @@ def trained_as(plan: Plan, workload: Workload, folder: Path | None = Path(__file
     same = workload.train.model_dump(include=set(PlannedTraining.model_fields))
     same["zero"] = max(same["zero"], plan.training.zero)
     training = plan.training.model_copy(update=same)
+    units = tuple(
+        unit.model_copy(update={"zero": own})
+        if (own := workload.zero_of(unit.module)) != workload.train.zero
+        else unit
+        for unit in plan.units
+    )
     depends_on = depended_on(workload, plan.tasks, working=())
-    return plan.model_copy(update={"tasks": tasks, "training": training, "depends_on": depends_on})
+    changed = {"tasks": tasks, "training": training, "units": units, "depends_on": depends_on}
+    return plan.model_copy(update=changed)
 
 
 _TIES: dict[str, tuple[tuple[int, ...], ...]] = {}

@@ -61,13 +61,20 @@ def fixed_bytes(
     frozen = costs.parameters(task=task, module=module, blocks=blocks) - trained
     # Of tensor-parallel stages the gradients alone are cut.
     gathers = in_rounds and tp == 1 and dp > 1
-    each = costs.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers)
+    each = costs.bytes_per_parameter(
+        trainable=True,
+        zero=problem.zero_of(module),
+        dp=dp,
+        in_rounds=in_rounds,
+        gathers=gathers,
+    )
     return (trained * each + frozen * costs.bytes_per_parameter(trainable=False)) / tp
 
 
 def gradient_bytes(problem: Problem, module: str, blocks: Blocks, tp: int) -> float:
     """Gradient that a device contributes to its reduction."""
-    return _trained(problem, module, blocks) / tp * problem.costs.gradient_bytes
+    each = problem.costs.gradient_bytes(problem.zero_of(module))
+    return _trained(problem, module, blocks) / tp * each
 
 
 def _trained(problem: Problem, module: str, blocks: Blocks) -> float:

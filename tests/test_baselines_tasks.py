@@ -22,7 +22,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
 from mmplan.schema.base import document_text
 from mmplan.schema.faults import plan_faults
-from mmplan.schema.plan import Plan, PlannedTraining
+from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
@@ -73,13 +73,13 @@ def costs_of(devices: int, *, cluster: dict[str, Any] | None = None, **modules: 
 
 
 def request_of(task: Workload, costs: Profile, devices: int, *, zero: Any = 0) -> Request:
-    training = PlannedTraining(zero=zero)
     return Request(
         workload=task,
         tasks=resolve_tasks(task),
-        costs=CostModel(costs, costs.cluster, training),
+        costs=CostModel(costs, costs.cluster),
         cluster=costs.cluster,
         devices=devices,
+        zero=zero,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +16,8 @@ from tests.test_convex import GRAPHS, random_problem
 
 
 def with_training(problem: Problem, training: PlannedTraining) -> Problem:
-    request, old = problem.request, problem.costs
-    object.__setattr__(request, "costs", CostModel(old.profile, request.cluster, training))
+    costs = CostModel(problem.costs.profile, problem.request.cluster, training)
+    request = replace(problem.request, costs=costs, zero=training.zero)
     return Problem(request=request, task=problem.task)
 
 
@@ -48,7 +49,7 @@ def check_module(problem: Problem, module: str, rng: np.random.Generator) -> Non
             for in_rounds in (False, True)
         }
         for s, cut in enumerate(cuts):
-            summed = own.trained[s] / tp * problem.costs.gradient_bytes
+            summed = own.trained[s] / tp * costs.gradient_bytes
             assert summed == pytest.approx(gradient_bytes(problem, module, cut, tp))
             for i, (samples, replicas) in enumerate(zip(size.tolist(), dp.tolist(), strict=True)):
                 seconds = stage_s(problem, module, cut, tp, samples, replicas)

@@ -188,8 +188,8 @@ def test_the_profiles_own_lists_share_out_parameters_activations_and_cuts() -> N
     ],
 )
 def test_memory_of_a_parameter(training: dict[str, Any], trained: float, frozen: float) -> None:
-    costs = _costs(PlannedTraining(**training))
-    assert costs.bytes_per_parameter(trainable=True, dp=4) == pytest.approx(trained)
+    costs, zero = _costs(PlannedTraining(**training)), training.get("zero", 0)
+    assert costs.bytes_per_parameter(trainable=True, zero=zero, dp=4) == pytest.approx(trained)
     assert costs.bytes_per_parameter(trainable=False, dp=4) == pytest.approx(frozen)
 
 

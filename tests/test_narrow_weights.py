@@ -245,9 +245,8 @@ def test_a_layer_of_full_size_takes_what_is_counted(dp: int) -> None:
         shard = sum(updated.tensor.numel() for updated in sums.updated)
         # Two moments beside what the optimizer updates.
         held += _stored([parameter, *(updated.tensor for updated in sums.updated)]) + 8 * shard
-    training = PlannedTraining(precision="bf16", zero=1)
-    costs = CostModel(_profile(1, 1), training=training)
-    each = costs.bytes_per_parameter(trainable=True, dp=dp) - costs.gradient_bytes
+    costs = CostModel(_profile(1, 1), training=PlannedTraining(precision="bf16"))
+    each = costs.bytes_per_parameter(trainable=True, zero=1, dp=dp) - costs.gradient_bytes(1)
     assert held == pytest.approx(each * sum(numbers.values()), rel=0.05)
 
 

@@ -111,7 +111,7 @@ class Enumeration:
         choices = [list(self._choices(index)) for index in indices]
         for groups in partitions(list(indices)):
             for chosen in itertools.product(*choices):
-                layout = PlanLayout(choices=chosen, groups=groups, zero=self.training.zero)
+                layout = PlanLayout(choices=chosen, groups=groups, zero=self.space.least_zero)
                 if layout.devices <= self.request.devices:
                     yield layout
 

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
@@ -40,7 +39,15 @@ from tests.solving import module_profile, profile
 from tests.test_session import finish, run_ranks
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process, verify_steps
-from tests.zero_cases import ADAMW, BUCKET_BYTES, CONTRASTIVE, PIPELINE, TENSOR, under_zero
+from tests.zero_cases import (
+    ADAMW,
+    BUCKET_BYTES,
+    CONTRASTIVE,
+    PIPELINE,
+    TENSOR,
+    held_bytes,
+    under_zero,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -329,9 +336,7 @@ def test_a_certificate_that_hides_what_is_gathered_is_refused(
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_a_rank_holds_its_part_and_one_block(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_holds_its_part_and_one_block(precision: str) -> None:
     blocks, width, dp = 4, 256, 4
     units, losses = [unit("v", "a", dp=dp, k=3, blocks=blocks)], [loss("regression", "v", "target")]
     plan = make_plan(*units, losses=losses, batch=12)
@@ -349,37 +354,7 @@ def test_a_rank_holds_its_part_and_one_block(
     plan = plan.model_copy(update={"training": training})
     module = wide(blocks, width)
     numbers = sum(p.numel() for p in module.parameters())
-    most = [0] * dp
-    release = FlatShards.release
-
-    def held(session: Session) -> int:
-        """Of parameters, gradients, the optimizer's values and its state."""
-        parameters = [p for _, p in session.model.named_parameters()]
-        slices = [item.tensor for item in session.update.slices]
-        state = [] if session.optimizer is None else session.optimizer.state.values()
-        tensors = [
-            *parameters,
-            *slices,
-            *(x.grad for x in (*parameters, *slices) if x.grad is not None),
-            *(x for own in state for x in own.values() if torch.is_tensor(x) and x.dim()),
-        ]
-        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-        return sum(storages.values())
-
-    def entry(transport: Any) -> int:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
-        session.step()
-
-        def noted(self: FlatShards) -> None:
-            most[transport.rank] = max(most[transport.rank], held(session))
-            release(self)
-
-        for item in cast("Any", session)._reductions._all_sums:
-            item.release = noted.__get__(item)
-        session.step()
-        return held(session)
-
-    kept = InProcessWorld(dp).run(entry)
+    kept, most = held_bytes(plan, workload)
     costs = profile(
         {"v": module_profile(blocks=blocks, parameters=numbers, tp={1: 1.0, 2: 1.0})}, 16
     )

@@ -291,12 +291,11 @@ class Session:
                 workload=workload, folder=folder, program=self.program, transport=transport
             )
         )
-        tensor_parallel = any(stage.tp > 1 for stage in self.program.stages)
         self.update = Update(
             workload.train,
             self._reductions,
             transport,
-            sharded=tensor_parallel or plan.training.zero > 0,
+            sharded=plan.cuts_parameters,
             inactive=trained_by_others(self._inactive, self.model),
         )
         # Emulated steps update nothing.
@@ -326,7 +325,8 @@ class Session:
             if every
             else None
         )
-        notes = [async_tp_note(transport.device)] if tensor_parallel else []
+        is_tensor_parallel = any(stage.tp > 1 for stage in self.program.stages)
+        notes = [async_tp_note(transport.device)] if is_tensor_parallel else []
         if warm:
             notes.append("warmed up: each rank has taken step 0 alone, without an update")
         elif workload.train.compile and emulation is None:

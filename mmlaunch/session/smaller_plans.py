@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import alike_components
+from mmplan.schema.base import ZeroStage
 from mmplan.schema.plan import Plan, PlannedTask, Prediction, Schedule, Unit
 from mmplan.schema.workload import Workload
 
@@ -18,6 +19,9 @@ _ROUNDS = 2
 def on_one_rank(plan: Plan) -> Plan:
     """The plan's tasks on a single rank, every module whole, two micro-batches a round."""
     units: list[Unit] = []
+    zero: dict[tuple[str, str], ZeroStage | None] = {
+        (unit.task, unit.module): unit.zero for unit in plan.units
+    }
     for name, task in plan.tasks.items():
         sizes = tuple(size for size in ((task.period + 1) // 2, task.period // 2) if size)
         units += [
@@ -30,6 +34,7 @@ def on_one_rank(plan: Plan) -> Plan:
                 samples=(task.batch,),
                 microbatches=(sizes,),
                 schedule=Schedule(kind="gpipe"),
+                zero=zero[name, module],
             )
             for module, planned in task.modules.items()
         ]

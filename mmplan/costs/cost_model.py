@@ -65,7 +65,7 @@ class CostModel(LinkCosts):
     Args:
         profile: the measured, analytic or given costs.
         cluster: its links are used; the profile's own cluster by default.
-        training: precision, optimizer and ZeRO stage, for memory.
+        training: precision and optimizer, for memory; ZeRO stages are arguments.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class CostModel(LinkCosts):
             for block in range(*part)
         ]
         ahead = 0 if self.cluster.device.is_cpu else self.held_bytes
-        own = self.held_bytes + self.gradient_bytes
+        own = self.held_bytes + self.gradient_bytes(zero=3)
         found = (n * own + before * ahead for before, n in itertools.pairwise([0.0, *numbers]))
         return max(found, default=0.0)
 
@@ -282,9 +282,15 @@ class CostModel(LinkCosts):
         return _COPY_BYTES[precision] or _NUMBER_BYTES[precision]
 
     def bytes_per_parameter(
-        self, *, trainable: bool, dp: int = 1, in_rounds: bool = False, gathers: bool = False
+        self,
+        *,
+        trainable: bool,
+        zero: int = 0,
+        dp: int = 1,
+        in_rounds: bool = False,
+        gathers: bool = False,
     ) -> float:
-        """Bytes that one parameter costs a device under this training.
+        """Bytes that one parameter costs a device under this training and a ZeRO stage.
 
         ZeRO-1 cuts the state; where weights have a narrow copy it cuts the weights beside it too.
         ZeRO-2 cuts gradients that are summed after each micro-batch (``in_rounds``), ZeRO-3 also
@@ -295,20 +301,19 @@ class CostModel(LinkCosts):
         if not trainable:
             return number + copy
         state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
-        if not self.training.zero or dp == 1:
+        if not zero or dp == 1:
             return number + copy + number + state
         held, cut = (copy, number + state) if copy else (number, state)
-        in_rounds &= self.training.zero > 1
-        if gathers and self.training.zero > 2:
+        in_rounds &= zero > 1
+        if gathers and zero > 2:
             # The narrow weights are rounded for each gather anew.
             held = 0.0 if copy else held / dp
-        return held + (number / dp if in_rounds else self.gradient_bytes) + cut / dp
+        return held + (number / dp if in_rounds else self.gradient_bytes(zero)) + cut / dp
 
-    @property
-    def gradient_bytes(self) -> int:
+    def gradient_bytes(self, zero: int) -> int:
         """Bytes of one parameter's gradient that several ranks sum."""
         precision = self.training.precision
-        narrow = self.training.zero and self.training.narrow_gradients and _COPY_BYTES[precision]
+        narrow = zero and self.training.narrow_gradients and _COPY_BYTES[precision]
         return narrow or _NUMBER_BYTES[precision]
 
     def flops_per_sample(self, *, task: str, module: str) -> float:

@@ -353,7 +353,14 @@ class ProgramCosts:
             self._block_parameters(reduction.owner, block) for block in range(*reduction.blocks)
         )
         first, end = reduction.shards
-        return numbers * (end - first) / reduction.tp * self.costs.gradient_bytes
+        size = self.costs.gradient_bytes(self.zero_of(reduction))
+        return numbers * (end - first) / reduction.tp * size
+
+    def zero_of(self, reduction: Reduction) -> int:
+        """ZeRO stage of what a reduction sums; 0 where a profile has no bytes of it."""
+        if not isinstance(reduction, BlockReduction):
+            return 0
+        return self._stage_of[reduction.owner, reduction.blocks[0]].zero
 
     # --- bytes -----------------------------------------------------------------------
 
@@ -387,7 +394,9 @@ class ProgramCosts:
         Those that are cut stay as long as the optimizer's state, and are not among them.
         """
         return {
-            shard[:2]: self._block_parameters(*shard[:2]) / shard[2] * self.costs.gradient_bytes
+            shard[:2]: self._block_parameters(*shard[:2])
+            / shard[2]
+            * self.costs.gradient_bytes(self._stage_of[shard[:2]].zero)
             for shard in self._shards(rank)
             if shard[:2] in self._trained
             and not any(in_rounds for *_, in_rounds in self._parts_of(shard))
@@ -419,6 +428,7 @@ class ProgramCosts:
                 / tp
                 * self.costs.bytes_per_parameter(
                     trainable=shard[:2] in self._trained,
+                    zero=self._stage_of[shard[:2]].zero,
                     dp=ranks,
                     in_rounds=in_rounds,
                     gathers=in_rounds and tp == 1,

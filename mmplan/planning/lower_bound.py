@@ -29,7 +29,8 @@ from mmplan.costs.block_ranges import overlaps
 from mmplan.costs.cost_model import CostModel
 from mmplan.program.lower import lower
 from mmplan.program.model import CrossSampleLoss, Graph, Stage
-from mmplan.schema.plan import Plan, PlanLoss, PlannedTraining, Schedule, Unit
+from mmplan.schema.base import ZeroStage
+from mmplan.schema.plan import Plan, PlanLoss, Schedule, Unit
 from mmplan.schema.profile import Curve
 from mmplan.schema.recompute import recomputed_blocks
 from mmplan.simulation.step import Simulation
@@ -154,11 +155,6 @@ class _Blocks:
         self._plan, self._costs = plan, costs
         self._graph: Graph = lower(_on_one_device(plan))
         self._stages = self._graph.stages
-        # Plans may shard otherwise than the workload asks for, as those of deepspeed do.
-        self._by_zero = [
-            CostModel(costs.profile, costs.cluster, plan.training.model_copy(update={"zero": zero}))
-            for zero in get_args(PlannedTraining.model_fields["zero"].annotation)
-        ]
         self._trained = {(stage.owner, stage.blocks) for stage in self._stages if stage.trainable}
         self._known: dict[object, Floats] = {}
         largest = [self._largest(stage) for stage in self._stages]
@@ -253,11 +249,12 @@ class _Blocks:
         tp, recompute = way
         task, module = stage.task, stage.module
         trains = (stage.owner, stage.blocks) in self._trained
+        # Plans may shard otherwise than the workload asks for, as those of deepspeed do.
         each = min(
-            costs.bytes_per_parameter(
-                trainable=trains, dp=self._plan.devices, in_rounds=True, gathers=True
+            self._costs.bytes_per_parameter(
+                trainable=trains, zero=zero, dp=self._plan.devices, in_rounds=True, gathers=True
             )
-            for costs in self._by_zero
+            for zero in get_args(ZeroStage)
         )
         own = each * self._costs.parameters(task=task, module=module, blocks=stage.blocks) / tp
         if recompute is None:

@@ -285,7 +285,6 @@ class _CandidatePlans:
         self._depends_on = depended_on(
             request.workload, request.tasks, working=request.costs.profile.data
         )
-        self._costs = {training.zero: request.costs}
         self._too_large: list[float] = []
         self._dropped: list[InvalidInputError] = []
         self._search_notes: list[str] = []
@@ -397,10 +396,10 @@ class _CandidatePlans:
         self._effort += INSTRUCTIONS_PER_PLAN + sum(
             sum(stage.rounds) for stage in lowered.simulated_graph.stages
         )
-        needed = memory_lower_bound(plan, self._costs_of(plan), lowered)
+        needed = memory_lower_bound(plan, self._request.costs, lowered)
         if needed > self._memory_bytes:
             return plan, needed
-        if limit_s < math.inf and least_step_s(plan, self._costs_of(plan), lowered) > limit_s:
+        if limit_s < math.inf and least_step_s(plan, self._request.costs, lowered) > limit_s:
             return plan, needed
         plan = self._simulated(plan, lowered)
         return plan, peak_bytes(plan.predicted)
@@ -449,7 +448,7 @@ class _CandidatePlans:
         """
         ranked = sorted(plans, key=merit)
         first = ranked[0].plan
-        least_s = lower_bound(first, self._costs_of(first)).seconds
+        least_s = lower_bound(first, self._request.costs).seconds
         solution = _of_neighbours(least_s)
         search = self._neighbour_search(solution, len(plans), budget_s=budget_s)
         found = search.run([item.plan for item in ranked])
@@ -485,7 +484,7 @@ class _CandidatePlans:
         usual, reordered, split = dict(best_of), dict(best_of), dict(best_of)
         for solver, first in best_of.items():
             limit_s = math.inf if trials is not None else as_fast_as(split.values())
-            if least_step_s(first.plan, self._costs_of(first.plan)) > limit_s:
+            if least_step_s(first.plan, self._request.costs) > limit_s:
                 continue  # no order of it can be the best
             usual[solver] = self._best_order(self._fused(first))
             reordered[solver] = self._on_shared_ranks(usual[solver])
@@ -564,7 +563,7 @@ class _CandidatePlans:
         """The plan with the order in which its shared ranks idle least."""
         plan = best_order(
             item.plan,
-            self._costs_of(item.plan),
+            self._request.costs,
             simulated=self._simulated,
             fits=lambda plan: peak_bytes(plan.predicted) <= self._memory_bytes,
         )
@@ -594,6 +593,7 @@ class _CandidatePlans:
         request, training = self._request, self._training
         if candidate.zero is not None:
             training = training.model_copy(update={"zero": candidate.zero})
+        units = tuple(_cut_units(candidate, request.workload, training.zero))
         return Plan(
             name=request.workload.name,
             workload=self._workload,
@@ -613,7 +613,7 @@ class _CandidatePlans:
                 curves=solution.curves,
                 asked=self._asked,
             ),
-            units=pinned_backwards(candidate.units, request.workload),
+            units=pinned_backwards(units, request.workload),
             losses=placed_losses(request, candidate.units),
             waves=candidate.waves,
             in_turn=candidate.in_turn,
@@ -628,19 +628,12 @@ class _CandidatePlans:
         return plan.model_copy(update={"predicted": self._predicted[key]})
 
     def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
-        step = simulated(plan, self._costs_of(plan), lowered)
+        step = simulated(plan, self._request.costs, lowered)
         self._effort += sum(map(len, step[0].program.instructions))
         predicted = prediction(step[0], plan)
         if self._steps is not None and peak_bytes(predicted) <= self._memory_bytes:
             self._steps.keep(predicted, step)
         return predicted
-
-    def _costs_of(self, plan: Plan) -> CostModel:
-        """The costs under the plan's training settings."""
-        zero, costs = plan.training.zero, self._request.costs
-        if zero not in self._costs:
-            self._costs[zero] = CostModel(costs.profile, costs.cluster, plan.training)
-        return self._costs[zero]
 
     def _notes(self, best: SimulatedPlan, idle: tuple[int, ...], devices: int) -> list[str]:
         request = self._request
@@ -677,6 +670,15 @@ class _CandidatePlans:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
+
+
+def _cut_units(candidate: Candidate, workload: Workload, zero: int) -> Iterator[Unit]:
+    """The units, with their ZeRO stage where it is another one than the plan's."""
+    for unit in candidate.units:
+        least = max(workload.zero_of(unit.module), candidate.zero or 0)
+        own = least if unit.zero is None else unit.zero
+        wanted = None if own == zero else own
+        yield unit if unit.zero == wanted else unit.model_copy(update={"zero": wanted})
 
 
 def _of_neighbours(least_s: float) -> Solution:

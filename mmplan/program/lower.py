@@ -47,18 +47,18 @@ def lower(plan: Plan) -> Graph:
     _number_streams(graph)
     _mark_split(plan, graph)
     check_ties(graph.stages, graph.ties)
-    reductions, graph.updates = sums_and_updates(graph, zero=plan.training.zero > 0)
+    reductions, graph.updates = sums_and_updates(graph, loss_zero=plan.training.zero > 0)
     numbers: dict[Ranks, int] = {}
     graph.reductions = [
         replace(each, communicator=numbers.setdefault(each.ranks, len(numbers)))
         for each in reductions
     ]
-    if plan.training.zero > 1:
-        graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
-    if plan.training.zero > 2:
-        cut = {stage.index for x in graph.reductions for stage, _ in rounds_of(graph, x)}
-        # Of a tensor-parallel stage the gradients alone are cut.
-        graph.stages = [replace(s, gathers=s.index in cut and s.tp == 1) for s in graph.stages]
+    graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
+    cut = {stage.index for x in graph.reductions for stage, _ in rounds_of(graph, x)}
+    # Of a tensor-parallel stage the gradients alone are cut.
+    graph.stages = [
+        replace(s, gathers=s.index in cut and s.zero > 2 and s.tp == 1) for s in graph.stages
+    ]
     return graph
 
 
@@ -67,7 +67,7 @@ def _in_rounds(graph: Graph, reduction: Reduction) -> Reduction:
 
     Elsewhere a replica may need messages of another one that waits for it in a sum.
     """
-    stages = starting_stages(graph, reduction)
+    stages = [s for s in starting_stages(graph, reduction) if s.zero > 1]
     if not stages or any(s.split for s in stages) or not isinstance(reduction, BlockReduction):
         return reduction
     ends = ((graph.stages[e.producer], graph.stages[e.consumer]) for e in graph.edges)
@@ -108,7 +108,7 @@ def _add_stages(graph: Graph, plan: Plan, name: str, task: PlannedTask) -> dict[
             key=lambda item: item[0].blocks[item[1]],
         )
         for position, (unit, chunk) in enumerate(chunks):
-            stage = _stage(len(graph.stages), unit, chunk, task)
+            stage = _stage(len(graph.stages), plan, unit, chunk)
             graph.stages.append(stage)
             if position:
                 cut = graph.connect(stage.index - 1, stage.index, None, internal=True)
@@ -123,7 +123,8 @@ def _add_stages(graph: Graph, plan: Plan, name: str, task: PlannedTask) -> dict[
     return last
 
 
-def _stage(index: int, unit: Unit, chunk: int, task: PlannedTask) -> Stage:
+def _stage(index: int, plan: Plan, unit: Unit, chunk: int) -> Stage:
+    task = plan.tasks[unit.task]
     planned = task.modules[unit.module]
     position = POLICIES[unit.schedule.kind].position(chunk, unit.pp)
     return Stage(
@@ -144,6 +145,7 @@ def _stage(index: int, unit: Unit, chunk: int, task: PlannedTask) -> Stage:
         syncs=(),
         input_gradient=False,
         has_backward=False,
+        zero=plan.zero_of(unit),
     )
 
 

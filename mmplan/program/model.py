@@ -84,6 +84,7 @@ class Stage:
         hosted: indices of the per-sample losses computed with its forward.
         syncs: indices of the cross-sample losses that take its output.
         has_backward: something before, in, or hosted by the stage takes a gradient.
+        zero: ZeRO stage of its parameters.
         split: its backward is ``I`` and ``W`` instead of ``B``.
         even_in_flight: its rank may hold as much as the fullest of the unit, so that ``W``
             can wait.
@@ -108,6 +109,7 @@ class Stage:
     syncs: tuple[int, ...]
     input_gradient: bool
     has_backward: bool
+    zero: int = 0
     split: bool = False
     even_in_flight: bool = False
     gathers: bool = False

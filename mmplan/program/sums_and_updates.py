@@ -31,12 +31,15 @@ from mmplan.program.ties import groups_of
 T = TypeVar("T")
 
 
-def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list[ParameterUpdate]]:
+def sums_and_updates(
+    graph: Graph, *, loss_zero: bool
+) -> tuple[list[Reduction], list[ParameterUpdate]]:
     """The reductions and the updates of a graph with all its stages and losses.
 
     Args:
         graph: the graph.
-        zero: whether the optimizer's state is cut over the ranks of each sum (ZeRO-1).
+        loss_zero: whether the optimizer's state of losses' parameters is cut over the ranks of
+            each sum (ZeRO-1); of blocks their stages say it.
 
     Raises:
         InvalidInputError: no ranks can sum a tied parameter; see :func:`whole_sums`.
@@ -45,6 +48,7 @@ def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list
     updates: list[ParameterUpdate] = []
     for owner in dict.fromkeys(stage.owner for stage in graph.stages):
         stages = [s for s in graph.stages if s.owner == owner]
+        zero = any(stage.zero for stage in stages)
         held = [
             (blocks, shard_sums(groups), writing_ranks(groups))
             for blocks, groups in _trained_ranges(stages)
@@ -63,7 +67,7 @@ def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list
                 _add_tie(owner, tied, stages, reductions, updates, zero=zero)
     for name in dict.fromkeys(loss.name for loss in graph.losses):
         ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
-        sharded = zero and len(ranks) > 1
+        sharded = loss_zero and len(ranks) > 1
         counted = ranks if sharded else ranks[:1]
         updates.append(LossUpdate(owner=name, ranks=ranks, sharded=sharded, counted=counted))
         if len(ranks) > 1:

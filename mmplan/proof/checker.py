@@ -228,9 +228,11 @@ class _Checker:
             on = sorted({r for loss in self.losses if loss["name"] == name for r in loss["ranks"]})
             own = [p["ranks"] for s in self.sums if s.get("loss") == name for p in s["parts"]]
             yield from _unequal(f"sums of {name}", own, [on] if len(on) > 1 else [])
-        zero = self.plan.get("training", {}).get("zero", 0)
+        common = self.plan.get("training", {}).get("zero", 0)
         for i, stage in enumerate(self.stages):
             cut = any("rounds" in own and self._adding(k, [i]) for k, own in enumerate(self.sums))
+            own = self.units[stage["unit"]].get("zero")
+            zero = common if own is None else own
             gathers = cut and zero == 3 and len(stage["ranks"][0]) == 1
             yield from _unequal(f"stages.{i}.gathers", stage.get("gathers", False), gathers)
         planned = [m for task in self.plan["tasks"].values() for m in task["modules"].items()]

@@ -171,6 +171,11 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
     if plan.training.zero < workload.train.zero:
         training["zero"], ours["zero"] = workload.train.zero, plan.training.zero
     found += _differences("training", ours, training)
+    for unit in plan.units:
+        if unit.module in workload.modules:
+            least, own = workload.zero_of(unit.module), plan.zero_of(unit)
+            if own < least and (unit.zero is not None or least != workload.train.zero):
+                found.append(f"units.{unit.name}.zero: the plan has {own}, the workload {least}")
     if plan.depends_on:
         working = {name for name in plan.tasks if f"tasks.{name}.data.factory" in plan.depends_on}
         now = depended_on(workload, plan.tasks, working=working)

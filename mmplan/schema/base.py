@@ -43,6 +43,7 @@ Positive = Annotated[float, Strict(), Field(gt=0)]
 Range = tuple[Index, Index]
 # The type of a training's computes.
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+ZeroStage = Literal[0, 1, 2, 3]
 # A parsed document, or what processes tell each other.
 Json = dict[str, Any]
 

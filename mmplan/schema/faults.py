@@ -104,6 +104,21 @@ def _ties(plan: Plan) -> Iterator[str]:
                 yield f"{where}: the parameters are those of {other}, the ties are not"
 
 
+def _zero(plan: Plan) -> Iterator[str]:
+    """All units that use the same parameters cut them alike."""
+    first: dict[str, Unit] = {}
+    for unit in plan.units:
+        task = plan.tasks.get(unit.task)
+        if task is None or unit.module not in task.modules:
+            continue
+        other = first.setdefault(task.modules[unit.module].share or unit.module, unit)
+        if plan.zero_of(other) != plan.zero_of(unit):
+            yield (
+                f"units.{unit.name}.zero: {plan.zero_of(unit)}, and {plan.zero_of(other)} of unit "
+                f"{other.name}, which uses the same parameters"
+            )
+
+
 def _coverage(where: str, units: list[Unit], blocks: int) -> Iterator[str]:
     """Chunks in pipeline order must tile [0, blocks)."""
     if not units:
@@ -190,4 +205,4 @@ def _order(plan: Plan) -> Iterator[str]:
             yield f"order.times.{unit.name}: times of {given} chunks, the unit has {chunks}"
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _ties, _losses, _waves, _in_turn, _order)
+_CHECKS = (_names, _grids, _samples, _blocks, _ties, _zero, _losses, _waves, _in_turn, _order)

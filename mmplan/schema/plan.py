@@ -22,6 +22,7 @@ from mmplan.schema.base import (
     Record,
     Size,
     Str,
+    ZeroStage,
 )
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.grid import RankGrid
@@ -210,6 +211,8 @@ class Unit(Record):
         samples: per replica, of one optimizer step.
         microbatches: sizes per replica for one round: one sync batch, or the step where
             the task has no cross-sample loss.
+        zero: ZeRO stage of its parameters, ``training.zero`` where absent; the same one for all
+            units that use them.
     """
 
     name: Str
@@ -224,6 +227,7 @@ class Unit(Record):
     samples: tuple[Count, ...]
     microbatches: tuple[tuple[Count, ...], ...]
     schedule: Schedule
+    zero: ZeroStage | None = None
 
     @property
     def grid(self) -> RankGrid:
@@ -350,7 +354,7 @@ class PlannedTraining(Record):
     """What memory and time need to know of the training."""
 
     precision: Precision = "fp32"
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: ZeroStage = 0
     narrow_gradients: Bool = False
     sequence_parallel: Bool = False
     optimizer: Str = "AdamW"
@@ -431,7 +435,12 @@ class Plan(Document):
     @property
     def cuts_parameters(self) -> bool:
         """Whether a rank may hold, or update, a part of a parameter."""
-        return any(unit.tp > 1 for unit in self.units) or bool(self.training.zero)
+        stages = self.training.zero, *map(self.zero_of, self.units)
+        return any(unit.tp > 1 for unit in self.units) or any(stages)
+
+    def zero_of(self, unit: Unit) -> ZeroStage:
+        """ZeRO stage of the parameters of a unit."""
+        return self.training.zero if unit.zero is None else unit.zero
 
     @property
     def recomputing(self) -> dict[str, Recompute]:

@@ -10,7 +10,18 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from mmplan.schema.base import Bool, Count, Index, Int, Positive, Precision, Record, Size, Str
+from mmplan.schema.base import (
+    Bool,
+    Count,
+    Index,
+    Int,
+    Positive,
+    Precision,
+    Record,
+    Size,
+    Str,
+    ZeroStage,
+)
 from mmplan.schema.evaluation import EarlyStopSpec, EvalSpec
 from mmplan.schema.made import Args, CallbackSpec
 
@@ -128,7 +139,7 @@ class TrainSpec(Record):
             with ZeRO a narrow copy of the weights, and of the rest the rank's own part.
         loss_scale: of fp16; no other type has one.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient, 2 the gradients
-            too, 3 the weights too.
+            too, 3 the weights too; of modules that say nothing else, and of losses' parameters.
         deterministic: refuse operations of torch whose results differ between two runs.
         compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
         loss_jump: when a loss is named, in the log and in ``metrics.jsonl``; the run goes on.
@@ -148,7 +159,7 @@ class TrainSpec(Record):
     )
     precision: Precision = "fp32"
     loss_scale: LossScaleSpec = LossScaleSpec()
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: ZeroStage = 0
     narrow_gradients: Bool = Field(
         default=False,
         description="where ZeRO leaves weights of 16 bits, their gradients add up over "

@@ -22,6 +22,7 @@ from mmplan.schema.base import (
     Range,
     Record,
     Str,
+    ZeroStage,
     load_document,
     parse_document,
 )
@@ -81,6 +82,8 @@ class ModuleSpec(Record):
         recompute: full keeps only the inputs of blocks and runs them again in backward; a number
             does so for so many blocks, spread evenly; auto lets the plan say.
         backbone: the LLM of a chain; default: the module with the most seconds per sample.
+        zero: ZeRO stage of its parameters; default: ``train.zero``, or that of the module that it
+            shares them with.
         plan: degrees that the solver must or may choose.
     """
 
@@ -92,6 +95,7 @@ class ModuleSpec(Record):
     share: Str | None = None
     recompute: Literal["none", "full", "auto"] | Count = "none"
     backbone: Bool | None = None
+    zero: ZeroStage | None = None
     plan: Pins = Pins()
 
 
@@ -162,6 +166,11 @@ class Workload(Document):
     def task_sets(self) -> tuple[TaskSet, ...]:
         """Which tasks train from which step on, in order; all of them where nothing is said."""
         return task_sets(self.train.tasks_from_step, tuple(resolve_tasks(self)))
+
+    def zero_of(self, module: str) -> ZeroStage:
+        """ZeRO stage of a module's parameters, which another module may own."""
+        own = self.modules[self.modules[module].share or module].zero
+        return self.train.zero if own is None else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,6 +417,11 @@ def _check_shares(workload: Workload) -> None:
             raise ValueError(
                 f"modules.{name}.share: {spec.share} has another factory or other args, "
                 "so their parameters differ"
+            )
+        if spec.zero not in (None, workload.zero_of(name)):
+            raise ValueError(
+                f"modules.{name}.zero: {spec.zero}, and {workload.zero_of(name)} of {spec.share}, "
+                "whose parameters it uses"
             )
 
 

@@ -278,7 +278,7 @@ class _Walk:
         reduction = self._program.reductions[index]
         size = self._costs.reduced_bytes(reduction)
         bucket = min(size, BUCKET_BYTES)
-        if not self._costs.costs.training.zero or len(reduction.ranks) == 1:
+        if not self._costs.zero_of(reduction) or len(reduction.ranks) == 1:
             return bucket, 0.0
         # gloo copies its input.
         copies = 2 if self._costs.costs.cluster.device.is_cpu else 1

@@ -63,6 +63,7 @@ class ModuleCosts:
         losses: that the last block hosts.
         recompute: of the module: how many blocks keep their inputs only.
         round_samples: of a round of the task.
+        zero: ZeRO stage of its parameters.
 
     Attributes:
         blocks: every block as a stage.
@@ -79,9 +80,10 @@ class ModuleCosts:
         losses: Sequence[str],
         recompute: Recompute,
         round_samples: int,
+        zero: int,
     ) -> None:
         self._costs, self._task, self._module = costs, task, module
-        self._round_samples = round_samples
+        self._round_samples, self._zero = round_samples, zero
         self._trained_bytes = cache(self._bytes_per_trained)
         self._straggler = cache(self._compute_straggler)
         self._losses = losses
@@ -117,7 +119,11 @@ class ModuleCosts:
 
     def _bytes_per_trained(self, dp: int, in_rounds: bool, gathers: bool) -> float:
         return self._costs.bytes_per_parameter(
-            trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers and dp > 1
+            trainable=True,
+            zero=self._zero,
+            dp=dp,
+            in_rounds=in_rounds,
+            gathers=gathers and dp > 1,
         )
 
     def _compute_straggler(self, dp: int) -> float:
@@ -173,6 +179,11 @@ class ModuleCosts:
         )
 
     # --- bytes --------------------------------------------------------------------------
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one parameter, that replicas sum."""
+        return self._costs.gradient_bytes(self._zero)
 
     def activation_bytes(self, tp: int, size: Ints) -> Floats:
         """Of a micro-batch, the whole module's, in the sizes' shape."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, cast
+from typing import cast
 
 from mmplan.costs.block_ranges import Blocks, gradient_blocks
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
+from mmplan.schema.base import ZeroStage
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Order, ScalingCurve, Unit, Wave
 from mmplan.schema.recompute import Recompute
@@ -31,6 +32,7 @@ class Request:
         method: of the solver, None for its default.
         top: number of candidates to return, best first.
         budget_s: seconds for searches that are not exact.
+        zero: least ZeRO stage of all modules, where a solver wants more than the workload.
     """
 
     workload: Workload
@@ -41,6 +43,7 @@ class Request:
     method: str | None = None
     top: int = 8
     budget_s: float = 1.0
+    zero: int = 0
 
     def only_task(self, solver: str) -> TaskView:
         """The workload's task, for solvers of a single one.
@@ -90,7 +93,8 @@ class Candidate:
         kind: of plan, where a solver has several; the first of each kind is always simulated.
         waves: order of the units' forwards, where units are slices.
         in_turn: tasks that run one after another.
-        zero: ZeRO stage of this plan, None for the workload's.
+        zero: ZeRO stage of this plan, None for the workload's; of units whose own is absent the
+            least one.
         order: on ranks that several units share, None for the usual one.
     """
 
@@ -101,7 +105,7 @@ class Candidate:
     kind: str = ""
     waves: tuple[Wave, ...] = ()
     in_turn: tuple[str, ...] = ()
-    zero: Literal[0, 1, 2, 3] | None = None
+    zero: ZeroStage | None = None
     order: Order | None = None
 
 
@@ -194,7 +198,12 @@ class Problem:
             losses=self.hosted_losses(module),
             recompute=cast(Recompute, self.request.workload.modules[module].recompute),
             round_samples=self.round_samples,
+            zero=self.zero_of(module),
         )
+
+    def zero_of(self, module: str) -> int:
+        """ZeRO stage of a module's parameters."""
+        return max(self.request.workload.zero_of(module), self.request.zero)
 
     def blocks(self, module: str) -> int:
         """Blocks of a module."""
@@ -299,7 +308,7 @@ class Problem:
 
     def gathered_bytes(self, module: str, blocks: Blocks) -> float:
         """What a rank has whole of a stage's blocks where it gathers them; 0 without ZeRO-3."""
-        if self.costs.training.zero < 3:
+        if self.zero_of(module) < 3:
             return 0.0
         return self.costs.gathered_bytes(
             task=self.task.name,

@@ -242,8 +242,7 @@ class LayoutChanges:
 
     def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """The same degrees and sizes on the same devices, run in another way."""
-        if layout.zero > self._request.workload.train.zero:
-            yield replace(layout, zero=layout.zero - 1)
+        yield from self._cut_less(layout)
         yield from self._other_backwards(layout)
         if self._has_rounds:
             yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
@@ -259,6 +258,14 @@ class LayoutChanges:
             for lead in (choice.lead - 1, choice.lead + 1):
                 if 0 <= lead <= _MOST_LEAD:
                     yield layout.with_choices({index: replace(choice, lead=lead)})
+
+    def _cut_less(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """A lower ZeRO stage of all parameters, or of those of one module."""
+        owners, least = self._space.owners, self._space.least_zero
+        cut = {own for own, zero, low in zip(owners, layout.zero, least, strict=True) if zero > low}
+        for changed in [cut, *({own} for own in sorted(cut) if len(cut) > 1)] if cut else ():
+            fewer = (z - (own in changed) for own, z in zip(owners, layout.zero, strict=True))
+            yield replace(layout, zero=tuple(fewer))
 
     def _other_backwards(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """Whole and split backwards, where a stage of these modules sends gradients on."""
@@ -326,7 +333,7 @@ class LayoutChanges:
 
     # --- small layouts ---------------------------------------------------------------
 
-    def small(self, zero: int, budget: SearchBudget) -> Iterator[PlanLayout]:
+    def small(self, least_zero: int, budget: SearchBudget) -> Iterator[PlanLayout]:
         """Units that share all devices and hold as little as they must, or as changes reach.
 
         One for each tensor-parallel degree from which to begin; none where pins allow none.
@@ -337,7 +344,8 @@ class LayoutChanges:
             choices = [self._small_choice(index, most_tp) for index in group]
             own = tuple(choice for choice in choices if choice is not None)
             if len(own) == len(group):
-                layout = self._smaller(PlanLayout(choices=own, groups=(group,), zero=zero), budget)
+                whole = PlanLayout(choices=own, groups=(group,), zero=self._space.least_zero)
+                layout = self._smaller(whole.cut_further(least_zero), budget)
                 if self._space.units_of(layout):
                     yield layout
 

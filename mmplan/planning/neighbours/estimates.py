@@ -16,7 +16,6 @@ from functools import cache
 import numpy as np
 
 from mmplan.arrays import Floats
-from mmplan.costs.cost_model import CostModel
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.partitioner import module_stages
@@ -56,7 +55,6 @@ class LayoutEstimates:
         self.cost = cache(self._cost)
         self._sum_s = cache(self._reduction_s)
         self._bytes_of = cache(self._bytes)
-        self._costs_of = cache(self._zero_costs)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ class LayoutEstimates:
             busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
             slot_s=float(each_P.max()),
             through_s=float(each_P.sum()) / choice.vpp,
-            gradient_bytes=trained * problem.costs.gradient_bytes,
+            gradient_bytes=trained * costs.gradient_bytes,
             backward_s=float(backward[:, -1].sum()) / choice.pp,
         )
 
@@ -174,15 +172,16 @@ class LayoutEstimates:
 
     def least_bytes(self, layout: PlanLayout) -> float:
         """What its fullest device holds at least."""
-        zero = min(layout.zero, self.most_zero(layout))
-        return max(self._group_bytes(layout, group, zero) for group in layout.groups)
+        most = self.most_zero(layout)
+        return max(self._group_bytes(layout, group, most) for group in layout.groups)
 
-    def _group_bytes(self, layout: PlanLayout, group: Sequence[int], zero: int) -> float:
+    def _group_bytes(self, layout: PlanLayout, group: Sequence[int], most_zero: int) -> float:
         active_R = np.zeros(layout.group_devices(group))
         # Units that cut the same parameters alike hold them once.
         fixed: defaultdict[tuple[str, int], Floats] = defaultdict(lambda: np.zeros_like(active_R))
         for index in group:
             choice = layout.choices[index]
+            zero = min(layout.zero[index], most_zero)
             held = self._bytes_of(index, replace(choice, lead=min(choice.lead, 1)), zero)
             for total_R, of_P in zip(
                 (fixed[self._owners[index], choice.tp], active_R), held, strict=True
@@ -197,14 +196,17 @@ class LayoutEstimates:
         _, problem, module = self._space.modules[index]
         costs, (tp, pp, dp) = problem.module_costs(module), (choice.tp, choice.pp, choice.dp)
         own = costs.stages(module_stages(problem, module, pp * choice.vpp))
-        priced = self._costs_of(zero)
         # Ranks of all units that use the parameters cut their state.
         is_alone = self._owners.count(self._owners[index]) == 1
         sharers = dp if is_alone else self._request.devices
-        trained = priced.bytes_per_parameter(
-            trainable=True, dp=sharers, in_rounds=True, gathers=tp == 1 and sharers > 1
+        trained = problem.costs.bytes_per_parameter(
+            trainable=True,
+            zero=zero,
+            dp=sharers,
+            in_rounds=True,
+            gathers=tp == 1 and sharers > 1,
         )
-        frozen = priced.bytes_per_parameter(trainable=False)
+        frozen = problem.costs.bytes_per_parameter(trainable=False)
         fixed = (own.trained * trained + own.frozen * frozen) / tp
         # The least share of a replica, and micro-batches that are no larger than the others.
         share = problem.round_samples // dp
@@ -218,8 +220,3 @@ class LayoutEstimates:
         elif choice.vpp == 1 and choice.lead:
             in_flight = np.minimum(np.arange(pp, 0, -1), count)
         return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
-
-    def _zero_costs(self, zero: int) -> CostModel:
-        own = self._request.costs
-        training = own.training.model_copy(update={"zero": zero})
-        return CostModel(own.profile, own.cluster, training)

@@ -57,7 +57,7 @@ class PlanLayout:
     Attributes:
         choices: of each unit.
         groups: units that share devices, whole or in part; ascending.
-        zero: ZeRO stage.
+        zero: ZeRO stage of each unit; one for all that use the same parameters.
         backwards: whole, split, or split with as many micro-batches on all stages, where the
             workload leaves it to the plan.
         sync_lead: forwards between the start and the end of a batch-sync.
@@ -67,7 +67,7 @@ class PlanLayout:
 
     choices: tuple[UnitChoice, ...]
     groups: tuple[tuple[int, ...], ...]
-    zero: int
+    zero: tuple[int, ...]
     backwards: Backwards = "fused"
     sync_lead: int = 0
     rule: OrderRule = "backward-first"
@@ -85,6 +85,10 @@ class PlanLayout:
     def group_of(self, index: int) -> tuple[int, ...]:
         """The group of a unit."""
         return next(group for group in self.groups if index in group)
+
+    def cut_further(self, least: int) -> PlanLayout:
+        """The layout with a least ZeRO stage."""
+        return replace(self, zero=tuple(max(own, least) for own in self.zero))
 
     def with_choices(self, changed: Mapping[int, UnitChoice]) -> PlanLayout:
         """The layout with some units' choices changed."""
@@ -104,6 +108,7 @@ class LayoutSpace:
         modules: of each unit its name, its task's problem, and the module.
         producers: of each unit, those before it.
         owners: of each unit, the module whose parameters it uses.
+        least_zero: of each unit, the ZeRO stage that the workload asks for.
     """
 
     def __init__(self, request: Request) -> None:
@@ -122,7 +127,12 @@ class LayoutSpace:
         self.owners = [
             request.workload.modules[module].share or module for _, _, module in self.modules
         ]
+        self.least_zero = tuple(request.workload.zero_of(module) for _, _, module in self.modules)
         self.tensor_degrees = cache(self._tensor_degrees)
+
+    def plan_zero(self, layout: PlanLayout) -> int:
+        """The ZeRO stage of a layout's plan, which units have that say nothing else."""
+        return max(self.request.workload.train.zero, min(layout.zero))
 
     def layout_of(self, plan: Plan) -> PlanLayout | None:
         """The layout that is most like a plan; None where a module is in several units."""
@@ -141,7 +151,7 @@ class LayoutSpace:
         return PlanLayout(
             choices=tuple(self._choice_of(i, unit, first[i]) for i, unit in enumerate(own)),
             groups=tuple(sorted(tuple(sorted(members)) for _, members in groups)),
-            zero=plan.training.zero,
+            zero=tuple(map(plan.zero_of, own)),
             in_turn=plan.in_turn,
         )
 
@@ -196,8 +206,10 @@ class LayoutSpace:
             split_backward=splits,
             even_in_flight=splits and layout.backwards == "even",
         )
+        own = layout.zero[index]
+        zero = None if own == self.plan_zero(layout) else own
         if choice.kept is not None:
-            changes = {"name": name, "ranks": grid.ranks, "schedule": schedule}
+            changes = {"name": name, "ranks": grid.ranks, "schedule": schedule, "zero": zero}
             return choice.kept.model_copy(update=changes)
         unit = make_unit(
             problem,
@@ -208,7 +220,7 @@ class LayoutSpace:
             pinned=self.pins(index).microbatch is not None,
             schedule=schedule,
         )
-        return unit.model_copy(update={"name": name, "vpp": choice.vpp})
+        return unit.model_copy(update={"name": name, "vpp": choice.vpp, "zero": zero})
 
     def _tensor_degrees(self, index: int) -> list[int]:
         """Those that a module's profile has and its pins allow."""

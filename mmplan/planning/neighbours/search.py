@@ -18,13 +18,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 from mmplan.planning.measured_trials import rounded
 from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges, with_usual_leads
 from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
 from mmplan.planning.unit_schedules import SHORTER
+from mmplan.schema.base import ZeroStage
 from mmplan.schema.plan import Order, Plan
 from mmplan.solvers.problem import Candidate, Request
 from mmplan.solvers.search_budget import SearchBudget
@@ -149,17 +150,17 @@ class NeighbourSearch:
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
-        small = self._changes.small(self._request.costs.training.zero, self._small_budget())
+        small = self._changes.small(0, self._small_budget())
         heap = [(self._estimates.least_bytes(own), next(self._numbers), own) for own in small]
         heapq.heapify(heap)
         while heap and not self._budget.is_over:
             _, _, layout = heapq.heappop(heap)
             others = [layout, *self._changes.neighbours(layout)]
-            stages = range(layout.zero, MOST_ZERO + 1)
+            stages = range(min(layout.zero), MOST_ZERO + 1)
             for other, zero in itertools.product(others, stages):
                 if self._budget.is_over:
                     return None
-                other = replace(other, zero=zero)
+                other = other.cut_further(zero)
                 if other in self._seen or not self._may_fit(other):
                     continue
                 self._seen.add(other)
@@ -207,8 +208,9 @@ class NeighbourSearch:
         self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan
     ) -> None:
         """Try a layout that did not fit with the next ZeRO stage."""
-        if layout.zero < self._estimates.most_zero(layout):
-            further = replace(layout, zero=layout.zero + 1)
+        least = min(layout.zero)
+        if least < self._estimates.most_zero(layout):
+            further = layout.cut_further(least + 1)
             if further not in self._seen:
                 self._add(further, expected_s, limit_s, start)
 
@@ -272,7 +274,7 @@ class NeighbourSearch:
             units=units,
             objective_s=0.0,
             in_turn=layout.in_turn,
-            zero=cast("Literal[0, 1, 2, 3]", layout.zero),
+            zero=cast(ZeroStage, self._space.plan_zero(layout)),
             order=None if layout.rule == Order().rule else Order(rule=layout.rule),
         )
 

@@ -122,7 +122,8 @@ class _ColocationSearch:
         # Of replicas with the same largest share the fewest, but for losses and ZeRO-1.
         counts = {int(n) * tp for n in smallest_divisors(problem.round_samples) for tp in degrees}
         pinned = any(specs[m].plan.dp is not None for m in problem.task.modules)
-        if pinned or problem.costs.training.zero or problem.task.sync_batches:
+        sharded = any(map(problem.zero_of, problem.task.modules))
+        if pinned or sharded or problem.task.sync_batches:
             step = 1 if most <= _ALL else problem.request.cluster.devices_per_node
             counts |= set(range(step, most, step))
         return [most, *sorted((n for n in counts if n < most), reverse=True)]

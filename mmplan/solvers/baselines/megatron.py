@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Literal, cast
+from typing import cast
 
-from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError
+from mmplan.schema.base import ZeroStage
 from mmplan.solvers.baselines.one_grid import (
     Layout,
     ModuleGrid,
@@ -144,7 +144,7 @@ def solve_deepspeed(request: Request) -> Solution:
         InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
     """
     request.check_exact("deepspeed")
-    least = request.costs.training.zero or 1
+    least = max(1, request.zero, request.workload.train.zero)
     for zero in range(least, 3):
         with suppress(InfeasibleError):
             return _with_zero(request, zero)
@@ -153,14 +153,12 @@ def solve_deepspeed(request: Request) -> Solution:
 
 def _with_zero(request: Request, zero: int) -> Solution:
     """The same with a stage of ZeRO."""
-    training = request.costs.training.model_copy(update={"zero": zero})
-    costs = CostModel(request.costs.profile, request.cluster, training)
-    sharded = replace(request, costs=costs)
+    sharded = replace(request, zero=zero)
     tasks = InTurn(
         sharded, "deepspeed", _replicated, lambda grid: [grid.most], is_one_grid=zero > 1
     )
     solution = tasks.solution()
-    stage = cast("Literal[1, 2, 3]", zero)
+    stage = cast(ZeroStage, zero)
     return replace(solution, candidates=tuple(replace(c, zero=stage) for c in solution.candidates))
 
 

@@ -147,7 +147,8 @@ class OneGrid:
         where more of them can make neither room (ZeRO-1) nor a loss faster.
         """
         if replicas is None:
-            every = bool(self.problem.costs.training.zero or self.problem.task.sync_batches)
+            sharded = any(map(self.problem.zero_of, self.problem.task.modules))
+            every = sharded or bool(self.problem.task.sync_batches)
             replicas = self.counts(every=every)
         samples = self.problem.round_samples
         found = (
@@ -301,7 +302,7 @@ class OneGrid:
             ranks=[start + t for start in starts for t in range(each)],
             num_bytes=self._modules[module].stages.trained[i]
             / self._tp(place)
-            * self.problem.costs.gradient_bytes,
+            * self.problem.module_costs(module).gradient_bytes,
             sharers=self._tp(place),
         )
 

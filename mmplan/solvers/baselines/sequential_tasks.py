@@ -152,14 +152,15 @@ class Ledger:
         if number not in self._reduce:
             item, total_D = self._holdings[number], np.zeros(self.devices)
             problem, tp = self.problems[item.task], item.grid.tp
-            trained = problem.module_costs(item.module).stages(item.blocks).trained
+            costs = problem.module_costs(item.module)
+            trained = costs.stages(item.blocks).trained
             for chunk, blocks in enumerate(item.blocks if item.grid.dp > 1 else ()):
                 if problem.stage(item.module, blocks).trainable:
                     groups = item.grid.stage(chunk)
                     total_D[[rank for group in groups for rank in group]] += (
                         problem.costs.all_reduce_s(
                             ranks=[group[0] for group in groups],
-                            num_bytes=trained[chunk] / tp * problem.costs.gradient_bytes,
+                            num_bytes=trained[chunk] / tp * costs.gradient_bytes,
                             sharers=tp,
                         )
                     )

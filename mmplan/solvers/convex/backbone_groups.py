@@ -168,7 +168,7 @@ class Pipelines:
         most = min(samples, self.problem.devices // min(own.tps, default=1))
         others = [t for t in self.tables if not t.backbone]
         pinned = any(t.pins.dp or t.pins.microbatch for t in others)
-        sharded = bool(self.problem.costs.training.zero)
+        sharded = any(map(self.problem.zero_of, self.problem.task.modules))
         if own.pins.dp is not None:
             counts = [n for n in range(1, most + 1) if own.pins.allows("dp", n)]
         elif pinned or (sharded and most <= ALL_REPLICAS):

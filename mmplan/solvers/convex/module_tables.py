@@ -95,7 +95,7 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         seconds=_padded([own[largest_rows(own)] for own in seconds]),
         total=np.array([own.sum(axis=0) for own in seconds]),
         bytes=_padded([own[largest_rows(own)] for own in rows]),
-        gradient_bytes=numbers * problem.costs.gradient_bytes,
+        gradient_bytes=numbers * problem.module_costs(module).gradient_bytes,
         feeds=bool(problem.consumers(module)),
     )
 
@@ -445,7 +445,7 @@ class ModuleTables:
         else:
             dp = smallest_divisors(samples)
             dp = dp[dp <= most]
-            if self.problem.costs.training.zero:
+            if self.problem.zero_of(self.module):
                 dp = self._with_less_state(dp, samples, most, steps)
         size = -(-samples // np.maximum(dp, 1))
         if self.pins.microbatch is not None:

@@ -129,7 +129,7 @@ class Stages:
 
     def _gradient_bytes(self, tp: int) -> float:
         """Of the stage that has the most."""
-        return float(self._own.trained.max()) / tp * self._problem.costs.gradient_bytes
+        return float(self._own.trained.max()) / tp * self._costs.gradient_bytes
 
     def slowest(self, tp: int) -> Floats:
         """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""

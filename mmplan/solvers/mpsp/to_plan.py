@@ -38,7 +38,7 @@ class BlockMemory:
         problem = self._problems[op.task]
         costs = problem.module_costs(op.module)
         fixed = costs.parameter_bytes(costs.blocks.trained, costs.blocks.frozen, tp=tp, dp=dp)
-        return fixed, costs.blocks.trained / tp * problem.costs.gradient_bytes
+        return fixed, costs.blocks.trained / tp * costs.gradient_bytes
 
     def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
         """Activations of a micro-batch, and the messages that it carries."""
