@@ -294,7 +294,7 @@ class LongSearch:
         if place.kept is not None:
             return place.kept.model_copy(update={"name": name, "schedule": place.schedule})
         grid, cluster = self._ranks(place), self._request.cluster
-        if any(cluster.node_of(g[0]) != cluster.node_of(g[-1]) for _, _, g in grid.groups()):
+        if not all(cluster.keeps_together(g) for _, _, g in grid.groups()):
             return None
         unit = make_unit(
             problem,

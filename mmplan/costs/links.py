@@ -152,6 +152,8 @@ def _of_groups(
 ) -> tuple[Any, Any, Any]:
     """Seconds, interface seconds and load of one group or of arrays of groups."""
     links = cluster.links
+    # Of groups that are whole nodes each node has a rank of so many.
+    sharers = np.minimum(sharers, cluster.devices_per_node)
     inside, between = links.intra_node, links.inter_node or links.intra_node
     apart = links.intra_node_collectives, links.inter_node_collectives
     measured: list[Link | None] = [level and getattr(level, kind) for level in apart]

@@ -521,7 +521,8 @@ def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
     the user names.
 
     Raises:
-        InvalidInputError: the cluster's device has another name or another memory.
+        InvalidInputError: the cluster's device has another name or another memory, or groups over
+            nodes of another size.
     """
     if cluster is None or profile.source == "given":
         return
@@ -536,3 +537,11 @@ def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
                 f"cluster {cluster.name} has {now}",
                 hint="profile the workload again with --cluster, or leave --cluster out",
             )
+    nodes = profile.cluster.devices_per_node, cluster.devices_per_node
+    degrees = {point.tp for module in profile.modules.values() for point in module.points}
+    if nodes[0] != nodes[1] and any(map(cluster.spans_nodes, degrees)):
+        raise InvalidInputError(
+            f"cluster {cluster.name} has tensor-parallel groups over nodes of {nodes[1]} devices, "
+            f"profile {profile.name} is for nodes of {nodes[0]}",
+            hint="profile the workload again with --cluster, or set tensor_parallel_nodes: 1",
+        )

@@ -140,13 +140,16 @@ def _module_profile(
 
 
 def _tp_candidates(built: Any, cluster: Cluster) -> list[int]:
-    """Degrees above 1 that fit a node; none for a module that no block says how to split.
+    """Degrees above 1 that fit a node, or are whole nodes where the cluster lets groups be on them.
 
-    Such a module would be replicated, which saves neither time nor memory.
+    None for a module that no block says how to split. Such a module would be replicated, which
+    saves neither time nor memory.
     """
     if not any(getattr(block, "tp_plan", None) for block in built):
         return []
-    return [tp for tp in TP_DEGREES[1:] if tp <= cluster.devices_per_node]
+    node = cluster.devices_per_node
+    several = (nodes * node for nodes in range(2, cluster.tensor_parallel_nodes + 1))
+    return [*(tp for tp in TP_DEGREES[1:] if tp <= node), *several]
 
 
 def _points(

@@ -338,8 +338,16 @@ def _assemble(
 ) -> Profile:
     modules: dict[str, ModuleProfile] = {}
     tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    over_nodes = None
+    if cluster is not None and cluster.tensor_parallel_nodes > 1:
+        # Counts by torch, which is not loaded here otherwise.
+        from mmplan.profiling.sums_between_nodes import SumsBetweenNodes
+
+        over_nodes = SumsBetweenNodes(workload, setting.folder, cluster)
     for use in uses:
         profiled = _module_profile(use, described[use.module], measured)
+        if over_nodes is not None:
+            profiled = over_nodes.added(profiled, use.task, use.module)
         if use.first:
             modules[use.module] = profiled
         else:

@@ -96,18 +96,7 @@ class Roofline:
             computes = (summed == 0) & (gathered == 0)
             compute_s = float(self.kernel_s(table)[computes].sum())
             compute_s = max(compute_s, self._host_s * int(computes.sum()))
-            kinds: list[tuple[CollectiveKind, Floats]] = [
-                ("all_reduce", summed),
-                # A reduce-scatter carries as many bytes as an all-gather.
-                ("all_gather", gathered),
-            ]
-            together = (
-                collective_s(self._cluster, kind, range(tp), float(b))
-                for kind, column in kinds
-                for b in column
-                if b
-            )
-            self._seconds[key] = compute_s + sum(together)
+            self._seconds[key] = compute_s + sums_s(self._cluster, table, tp=tp)
         return self._seconds[key]
 
     def kernel_s(self, table: Floats) -> NDArray[np.float64]:
@@ -172,6 +161,21 @@ class Roofline:
             "start_s": self._kernels.start_s.model_dump(),
             "host_s": self._host_s,
         }
+
+
+def sums_s(cluster: Cluster, table: Floats, *, tp: int) -> float:
+    """Seconds of the sums and gathers of a tensor-parallel group among a table's kernels."""
+    kinds: list[tuple[CollectiveKind, Floats]] = [
+        ("all_reduce", table[:, SUMMED]),
+        # A reduce-scatter carries as many bytes as an all-gather.
+        ("all_gather", table[:, GATHERED]),
+    ]
+    return sum(
+        collective_s(cluster, kind, range(tp), float(b))
+        for kind, column in kinds
+        for b in column
+        if b
+    )
 
 
 def _by_kind(constants: ByKind) -> Floats:

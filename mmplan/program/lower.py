@@ -265,7 +265,7 @@ def _mark_gradients(graph: Graph) -> None:
 
 
 def _mark_scattered(plan: Plan, graph: Graph) -> None:
-    """Which messages come in shares: those to tensor-parallel groups on other nodes.
+    """Which messages come in shares: those from other nodes to several ranks of a group on one.
 
     Between nodes a whole copy for every rank of a group would be so many times the bytes; in
     a node copies are faster than a gather after each message.
@@ -282,10 +282,8 @@ def _mark_scattered(plan: Plan, graph: Graph) -> None:
 
 
 def _gathers(stage: Stage, node_of: Callable[[int], int]) -> bool:
-    """Whether all groups of a stage can bring shares together inside a node."""
-    if stage.tp == 1:
-        return False
-    return all(len({node_of(rank) for rank in group}) == 1 for group in stage.ranks)
+    """Whether all groups of a stage have ranks on one node that bring shares together."""
+    return all(len({node_of(rank) for rank in group}) < stage.tp for group in stage.ranks)
 
 
 def _leaves_node(producer: Stage, consumer: Stage, node_of: Callable[[int], int]) -> bool:

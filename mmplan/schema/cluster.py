@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -78,6 +79,8 @@ class Cluster(Document):
         name: what plans and tables call it.
         nodes: how many.
         devices_per_node: how many; on a CPU cluster of one node any number may be asked for.
+        tensor_parallel_nodes: on how many nodes a tensor-parallel group may be, all of their
+            devices in it; 1: groups stay inside nodes.
     """
 
     kind: ClassVar[str] = "cluster"
@@ -87,6 +90,7 @@ class Cluster(Document):
     devices_per_node: Count
     device: Device
     links: Links
+    tensor_parallel_nodes: Count = 1
 
     @property
     def num_devices(self) -> int:
@@ -96,6 +100,18 @@ class Cluster(Document):
     def node_of(self, rank: int) -> int:
         """The node on which a rank sits."""
         return rank // self.devices_per_node
+
+    def spans_nodes(self, tp: int) -> bool:
+        """Whether tensor-parallel groups of so many ranks may be on several whole nodes."""
+        nodes, rest = divmod(tp, self.devices_per_node)
+        return not rest and 1 < nodes <= self.tensor_parallel_nodes
+
+    def keeps_together(self, group: Sequence[int]) -> bool:
+        """Whether a tensor-parallel group of consecutive ranks has a place where it may be."""
+        first = group[0]
+        if self.node_of(first) == self.node_of(group[-1]):
+            return True
+        return first % self.devices_per_node == 0 and self.spans_nodes(len(group))
 
     def link_between(self, first: int, second: int) -> Link:
         """The point-to-point link between two ranks."""

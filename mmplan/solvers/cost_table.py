@@ -272,5 +272,5 @@ def reduction_s(
     group = cluster, dp, num_local, num_nodes, num_bytes
     sharers = np.minimum(stride, node)
     alone_s, together_s = all_reduce_s(*group, sharers=tp), all_reduce_s(*group, sharers=sharers)
-    after_s = together_s - (sharers // tp - 1) * backward_s
+    after_s = together_s - (np.maximum(sharers // tp, 1) - 1) * backward_s
     return np.where(np.greater(num_bytes, 0), np.maximum(alone_s, after_s), 0.0)

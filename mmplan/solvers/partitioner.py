@@ -57,8 +57,8 @@ def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, in
 def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
     """(tp, pp) that pins, profile, node size and number of devices allow.
 
-    The partitioner's order of preference: one device; then TP inside a node, the smallest first;
-    then PP, over nodes with the largest TP.
+    The partitioner's order of preference: one device; then TP, the smallest first; then PP, with
+    the largest TP.
     """
     pins = problem.request.workload.modules[module].plan
     tps = allowed_tensor_degrees(problem, module)
@@ -90,10 +90,12 @@ def backbone_of(problem: Problem) -> str:
 
 
 def tensor_degrees(problem: Problem, module: str) -> list[int]:
-    """Profiled degrees whose groups stay inside a node and tile it."""
-    node, devices = problem.request.cluster.devices_per_node, problem.devices
-    return [
-        tp
-        for tp in problem.costs.tp_options(task=problem.task.name, module=module)
-        if tp <= min(node, devices) and (devices <= node or node % tp == 0)
-    ]
+    """Profiled degrees whose groups tile a node, or are whole nodes where the cluster lets them."""
+    cluster, devices = problem.request.cluster, problem.devices
+    node = cluster.devices_per_node
+
+    def has_place(tp: int) -> bool:
+        return tp <= devices <= node or node % tp == 0 or cluster.spans_nodes(tp)
+
+    options = problem.costs.tp_options(task=problem.task.name, module=module)
+    return [tp for tp in options if tp <= devices and has_place(tp)]

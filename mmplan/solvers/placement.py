@@ -1,4 +1,6 @@
-"""The ranks of a unit: TP groups inside a node, then PP, then DP; modules on ranks of their own.
+"""The ranks of a unit: TP groups, then PP, then DP; modules on ranks of their own.
+
+A TP group is inside a node, or on whole nodes where the cluster lets it.
 
 A grid takes consecutive ranks, ``[dp][pp][tp]`` in that order, so replicas of one module
 are neighbours. Where the devices suffice, each module starts on a node of its own, and the
@@ -41,7 +43,7 @@ def place_modules(
 
     order = sorted(shapes, key=key)
     for align in (node, None):
-        starts = _starts(shapes, order, align, node)
+        starts = _starts(shapes, order, align, cluster)
         last = order[-1]
         if starts is not None and starts[last] + _size(shapes[last]) <= devices:
             return {m: RankGrid.consecutive(starts[m], *shapes[m]) for m in shapes}
@@ -54,9 +56,9 @@ def _size(shape: Shape) -> int:
 
 
 def _starts(
-    shapes: Mapping[str, Shape], order: list[str], align: int | None, node: int
+    shapes: Mapping[str, Shape], order: list[str], align: int | None, cluster: Cluster
 ) -> dict[str, int] | None:
-    """First rank of each module in order; None where a TP group crosses nodes."""
+    """First rank of each module in order; None where a TP group crosses nodes that it may not."""
     starts: dict[str, int] = {}
     position = 0
     for module in order:
@@ -64,11 +66,11 @@ def _starts(
         step = align or tp
         position = -(-position // step) * step
         starts[module] = position
-        if node % tp and any(
-            (position + k) % node + tp > node for k in range(0, _size(shapes[module]), tp)
-        ):
+        end = position + _size(shapes[module])
+        groups = (range(first, first + tp) for first in range(position, end, tp))
+        if cluster.devices_per_node % tp and not all(map(cluster.keeps_together, groups)):
             return None
-        position += _size(shapes[module])
+        position = end
     return starts
 
 

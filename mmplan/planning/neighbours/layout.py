@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
-from mmplan.schema.cluster import Cluster
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import OrderRule, Plan, Schedule, ScheduleKind, Unit
 from mmplan.schema.workload import Pins
@@ -182,7 +181,7 @@ class LayoutSpace:
         for index, choice in enumerate(layout.choices):
             start = places[str(layout.group_of(index))].members[0] + choice.offset
             grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
-            if not _inside_nodes(grid, cluster):
+            if not all(cluster.keeps_together(ranks) for _, _, ranks in grid.groups()):
                 return None
             units.append(self._unit(index, layout, grid))
         return tuple(units)
@@ -229,10 +228,3 @@ class LayoutSpace:
     def pins(self, index: int) -> Pins:
         """The workload's, of a unit's module."""
         return self.request.workload.modules[self.modules[index][2]].plan
-
-
-def _inside_nodes(grid: RankGrid, cluster: Cluster) -> bool:
-    """Whether each tensor-parallel group is on one node."""
-    return all(
-        cluster.node_of(ranks[0]) == cluster.node_of(ranks[-1]) for _, _, ranks in grid.groups()
-    )

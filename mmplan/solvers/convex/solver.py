@@ -167,7 +167,7 @@ def _solve_relaxed(problem: Problem) -> Solution:
 
 def _no_placement() -> InfeasibleError:
     return InfeasibleError(
-        "no placement keeps every tensor-parallel group inside a node",
+        "no placement keeps every tensor-parallel group where it may be",
         hint="limit tp in the modules' plan, or give it more devices",
     )
 
