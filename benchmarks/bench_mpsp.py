@@ -195,8 +195,7 @@ def random_part(options: argparse.Namespace) -> str:
         f"--instances {options.instances} --seed {options.seed}`. Medians, and the worst beside "
         f"each. {conditions(load)}\n\n{table(header, rows)}\n\n"
         "`mpsp` has so many seconds for each instance; `waves` is Spindle's scheduler as "
-        "printed; `in turn` one MetaOp after another. For graphs the bound is weaker: the "
-        "configuration program knows no order."
+        "printed; `in turn` one MetaOp after another."
     )
 
 

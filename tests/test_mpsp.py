@@ -258,6 +258,27 @@ def test_configurations_know_counts_that_do_not_fill_the_devices() -> None:
     assert bound_s == pytest.approx(4.0, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("after", "least_s"),
+    [
+        # The first alone, then half a second more than the longest path.
+        (((), (0,), (0,), (0,)), 2.5),
+        # Two paths side by side.
+        (((), (0,), (), (2,)), 2.0),
+        (((), (), (0, 1), (0, 1)), 2.0),
+        (((), (0,), (1,), (0,)), 3.0),
+    ],
+)
+def test_configurations_know_what_cannot_run_at_once(
+    after: tuple[tuple[int, ...], ...], least_s: float
+) -> None:
+    """A second each on one of two devices."""
+    chains = tuple(replace(chain([1], [1.0], blocks=4), after=own) for own in after)
+    two = Instance(chains=chains, devices=2)
+    bound_s, _ = configuration_bound(two.chains, _forward(two), 2, budget=SearchBudget(1))
+    assert bound_s == pytest.approx(least_s, rel=1e-3)
+
+
 def test_devices_that_make_a_chain_slower_are_not_used() -> None:
     odd = chain([1, 2, 3, 4], [8, 9, 4, 6], blocks=2)
     assert Instance(chains=(odd,), devices=4).chains[0].counts == (1, 3)

@@ -11,7 +11,8 @@ envelope with speed(0) = 0.
 - a graph of chains: the same with start times, a linear program;
 - configurations: at each instant the chains' counts fit in N. The variables of this linear program
   are the durations of all combinations of counts; a knapsack finds the columns. The bound is
-  tighter where the valid counts do not fill N; it ignores the order of the chains.
+  tighter where the valid counts do not fill N. In a graph the chains' seconds in all combinations
+  keep the order, and no two of a combination's chains are on one path.
 
 ``continuous_optimum`` is Spindle's Eq. 11 (arXiv:2409.03365). It interpolates T linearly and is no
 bound.
@@ -19,8 +20,10 @@ bound.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -46,12 +49,15 @@ _LP_TOLERANCE = 1e-7
 _COLUMN_GAP = 5e-4
 # Weight of the best dual prices so far in pricing (Wentges' smoothing). Chosen by hand.
 _SMOOTHING = 0.8
+# Knapsacks of a graph's chains are divided so many times at most. Chosen by hand: their bound is
+# seldom loose after it.
+_MAX_NODES = 100
 # Seconds of a quiet core: a master program, and each entry of its matrix; pricing, and each value
 # of the knapsack.
 _MASTER_S = 6e-4
 _ENTRY_S = 3e-7
 _PRICE_S = 1.5e-4
-_CELL_S = 1.5e-8
+_CELL_S = 5e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,10 +186,10 @@ class Column:
 def configuration_bound(
     chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, budget: SearchBudget
 ) -> tuple[float, list[Column]]:
-    """The bound over combinations of counts, by column generation.
+    """The bound over combinations of counts and the order of the chains, by column generation.
 
-    With duals y and the best column's value z, sum(y) / max(1, z) is a bound however many
-    columns are still missing (Farley). So the search may end at any time.
+    With duals y and the best column's value z, sum(y) / z is a bound however many columns are
+    still missing (Farley). So the search may end at any time.
 
     Args:
         tables: ``[K, L]`` seconds of each chain: of one phase, or of both.
@@ -195,7 +201,86 @@ def configuration_bound(
     return _ColumnGeneration(chains, tables, devices).run(budget)
 
 
+class _ChainOrder:
+    """The order of chains in the dual program: flows along the graph's paths.
+
+    A unit of flow is a path whose chains end before C; it costs each of its chains a unit for every
+    second. Chains without others before or after them have no flow.
+
+    Attributes:
+        paths: a cover of the chains by as few paths as possible; no two chains of one run at once.
+        leaving: ``[M, F]``, 1 where a flow leaves a chain; the last flow of a path ends it.
+        surplus: ``[P, F]``, of each chain with others before it, what leaves less what enters.
+        total: ``[F]``, 1 where a flow begins a path.
+        related: of each chain, those that end before it starts and those that start after it ends.
+    """
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        flows = [(i, m) for m, chain in enumerate(chains) for i in sorted(set(chain.after))]
+        leads = {i for i, _ in flows}
+        flows += [(m, -1) for m, chain in enumerate(chains) if chain.after and m not in leads]
+        ends = np.array(flows, dtype=int).reshape(-1, 2)
+        self.leaving, entering = (
+            (ends[:, side] == np.arange(len(chains))[:, None]).astype(float) for side in (0, 1)
+        )
+        follows = np.array([bool(chain.after) for chain in chains])
+        self.surplus = (self.leaving - entering)[follows]
+        self.total = self.leaving[~follows].sum(axis=0)
+        self._entering, self._followers = entering, np.flatnonzero(follows)
+        before: list[set[int]] = []
+        for chain in chains:
+            before.append(set(chain.after).union(*(before[i] for i in chain.after)))
+        self.paths = _path_cover(before)
+        self.related = [
+            own | {m for m, others in enumerate(before) if i in others}
+            for i, own in enumerate(before)
+        ]
+
+    def prices(self, flows: Floats) -> tuple[Floats, float]:
+        """``[M]``, what a second of each chain costs, and the flow of all paths together.
+
+        Where more leaves a chain than enters it, by smoothing or rounding, less leaves it.
+        """
+        flows = flows.copy()
+        for m in self._followers:
+            left, entered = float(self.leaving[m] @ flows), float(self._entering[m] @ flows)
+            if left > entered:
+                flows[self.leaving[m] > 0] *= entered / left
+        return self.leaving @ flows, float(self.total @ flows)
+
+
+def _path_cover(before: Sequence[set[int]]) -> list[list[int]]:
+    """The chains on as few paths as possible (Dilworth): a matching of each with a later one.
+
+    Args:
+        before: of each chain, all that end before it starts.
+    """
+    earlier: dict[int, int] = {}
+
+    def is_matched(i: int, seen: set[int]) -> bool:
+        for m in range(i + 1, len(before)):
+            if i in before[m] and m not in seen:
+                seen.add(m)
+                if m not in earlier or is_matched(earlier[m], seen):
+                    earlier[m] = i
+                    return True
+        return False
+
+    for i in range(len(before)):
+        is_matched(i, set())
+    paths: list[list[int]] = []
+    for m in range(len(before)):
+        path = next((own for own in paths if own[-1] == earlier.get(m)), None)
+        if path is None:
+            paths.append([m])
+        else:
+            path.append(m)
+    return paths
+
+
 class _ColumnGeneration:
+    """Duals are the seconds that each row is worth, then the flows of the order."""
+
     def __init__(self, chains: Sequence[Chain], tables: Sequence[Floats], devices: int) -> None:
         self._devices = devices
         self._curves = [curve(c.counts, own) for c, own in zip(chains, tables, strict=True)]
@@ -203,6 +288,7 @@ class _ColumnGeneration:
         self._classes = [scaling_classes(table) for table in tables]
         self._rows = [(m, c) for m, own in enumerate(self._classes) for c in range(len(own))]
         self._row = {key: index for index, key in enumerate(self._rows)}
+        self._order = _ChainOrder(chains)
         sizes = np.arange(devices + 1)
         # Index of the knapsack that is left after each count; the last index, whose value is minus
         # infinity, where the count does not fit.
@@ -210,36 +296,39 @@ class _ColumnGeneration:
             np.where(sizes >= counts[:, None], sizes - counts[:, None], devices + 1)
             for counts in self._counts
         ]
-        self._cells = sum(own.size for own in self._left)
         self._columns: list[ConfigurationChoices] = []
+        self._max_nodes = 0
 
     def run(self, budget: SearchBudget) -> tuple[float, list[Column]]:
-        if not self._rows:
+        rows = len(self._rows)
+        if not rows:
             return 0.0, []
         for m, c in self._rows:
             self._columns.append(((m, c, int(self._classes[m][c].argmin())),))
         centre = self._first_duals()
         bound_s = 0.0
         while True:
-            seconds, duals = self._master()
-            budget.spend(_MASTER_S + _ENTRY_S * len(self._rows) * len(self._columns))
-            total, added = float(duals.sum()), False
+            seconds, duals = self._master(budget)
+            total, added = float(duals[:rows].sum()), False
             # Prices between the best so far and the master's need fewer rounds (Wentges).
             for prices in (_SMOOTHING * centre + (1 - _SMOOTHING) * duals, duals):
-                value, column = self._price(prices)
-                budget.spend(_PRICE_S + _CELL_S * self._cells)
-                least_s = float(prices.sum()) / value * (1 - _LP_TOLERANCE)
+                value, column = self._price(prices, budget)
+                least_s = float(prices[:rows].sum()) / value * (1 - _LP_TOLERANCE)
                 if least_s > bound_s:
                     bound_s, centre = least_s, prices
-                gain = sum(
-                    float(duals[self._row[m, c]] / self._classes[m][c][k]) for m, c, k in column
-                )
-                if gain > 1 + _COLUMN_GAP / 10 and column not in self._columns:
+                is_better = float(self._worth(column) @ duals) > 1 + _COLUMN_GAP / 10
+                if is_better and column not in self._columns:
                     self._columns.append(column)
                     added = True
                     break
-            if not added or total <= bound_s * (1 + _COLUMN_GAP) or budget.is_over:
+            if budget.is_over:
                 break
+            if not added or total <= bound_s * (1 + _COLUMN_GAP):
+                if self._max_nodes or all(self._clash(own) is None for own in self._columns):
+                    break
+                # Only now: it takes longer.
+                self._max_nodes = _MAX_NODES
+                self._columns = [own for own in self._columns if self._clash(own) is None]
         used = [
             Column(seconds=float(x), choices=choices)
             for x, choices in zip(seconds, self._columns, strict=False)
@@ -250,46 +339,101 @@ class _ColumnGeneration:
     def _first_duals(self) -> Floats:
         """Duals of the level bound: device-seconds, and seconds at each chain's own price."""
         least_s = level_bound(self._curves, self._devices)
-        duals = np.empty(len(self._rows))
+        duals = np.zeros(len(self._rows) + len(self._order.total))
         for index, (m, c) in enumerate(self._rows):
             price = self._curves[m].price(least_s)
             duals[index] = ((self._counts[m] + price) * self._classes[m][c]).min()
         return duals
 
-    def _master(self) -> tuple[Floats, Floats]:
+    def _worth(self, column: ConfigurationChoices) -> Floats:
+        """What a second of a configuration is worth, by dual."""
+        worth = np.zeros(len(self._rows))
+        for m, c, k in column:
+            worth[self._row[m, c]] = 1 / self._classes[m][c][k]
+        busy = [m for m, _, _ in column]
+        return np.append(worth, self._order.total - self._order.leaving[busy].sum(axis=0))
+
+    def _master(self, budget: SearchBudget) -> tuple[Floats, Floats]:
         """Seconds of each column, and the duals."""
+        order, num_rows = self._order, len(self._rows)
         # Rows are scaled by their least time, so that every rate is at most 1.
         least = np.array([float(self._classes[m][c].min()) for m, c in self._rows])
+        unit = np.append(least, np.ones(len(order.total)))
+        of_order = np.vstack([order.surplus, order.total])
+        worth = np.array([self._worth(column) for column in self._columns]) * unit
+        matrix = np.vstack([worth, np.pad(of_order, ((0, 0), (num_rows, 0)))])
+        limit = np.concatenate([np.ones(len(worth)), np.zeros(len(order.surplus)), [1.0]])
         scale = float(least.max())
-        rates = np.zeros((len(self._columns), len(self._rows)))
-        for j, column in enumerate(self._columns):
-            for m, c, k in column:
-                row = self._row[m, c]
-                rates[j, row] = least[row] / self._classes[m][c][k]
-        duals, seconds = maximize(least / scale, rates, np.ones(len(rates)))
-        return seconds * scale, duals * least
+        budget.spend(_MASTER_S + _ENTRY_S * matrix.size)
+        duals, seconds = maximize(np.append(least / scale, 0 * order.total), matrix, limit)
+        return seconds[: len(worth)] * scale, duals * unit
 
-    def _price(self, duals: Floats) -> tuple[float, ConfigurationChoices]:
-        """The most valuable configuration: a knapsack with one choice for each chain."""
+    def _price(self, duals: Floats, budget: SearchBudget) -> tuple[float, ConfigurationChoices]:
+        """The most valuable configuration, and no less than its value: branch and bound.
+
+        Of a chain with others of its paths beside it, either these are left out or the chain is.
+        """
+        of_order, total = self._order.prices(duals[len(self._rows) :])
+        numbers = itertools.count()
+        nodes: list[tuple[float, int, ConfigurationChoices, set[int]]] = []
+
+        def look(left_out: set[int]) -> None:
+            cells = sum(own.size for m, own in enumerate(self._left) if m not in left_out)
+            budget.spend(_PRICE_S + _CELL_S * cells)
+            value, column = self._knapsack(duals, of_order, left_out)
+            heappush(nodes, (-value, next(numbers), column, left_out))
+
+        look(set())
+        for _ in range(self._max_nodes):
+            _, _, column, left_out = nodes[0]
+            m = self._clash(column)
+            if m is None or budget.is_over:
+                break
+            heappop(nodes)
+            look(left_out | self._order.related[m])
+            look(left_out | {m})
+        return total - nodes[0][0], nodes[0][2]
+
+    def _clash(self, column: ConfigurationChoices) -> int | None:
+        """The chain with most others of its paths beside it; None where none has any."""
+        busy = {m for m, _, _ in column}
+        most, m = max(((len(self._order.related[m] & busy), m) for m in busy), default=(0, -1))
+        return m if most else None
+
+    def _knapsack(
+        self, duals: Floats, of_order: Floats, left_out: set[int]
+    ) -> tuple[float, ConfigurationChoices]:
+        """The most valuable configuration with one choice at most for each path of the cover.
+
+        Args:
+            of_order: what a second of each chain costs.
+        """
         best = np.append(np.zeros(self._devices + 1), -np.inf)
-        taken: list[tuple[int, Indices, Indices]] = []
-        for m in sorted({m for m, _ in self._rows}):
-            own = self._classes[m]
-            values = np.array([duals[self._row[m, c]] / own[c] for c in range(len(own))])
-            best_class = values.argmax(axis=0)
-            value = best[self._left[m]] + values.max(axis=0)[:, None]
-            k = value.argmax(axis=0)
-            most = value[k, np.arange(self._devices + 1)]
-            chosen = np.where(most > best[:-1], k, -1)
-            best[:-1] = np.maximum(best[:-1], most)
-            taken.append((m, chosen, best_class))
+        sizes = np.arange(self._devices + 1)
+        classes: dict[int, Indices] = {}
+        taken: list[Indices] = []
+        for path in self._order.paths:
+            most, chosen = best[:-1].copy(), np.full((2, self._devices + 1), -1)
+            for m in (m for m in path if self._classes[m] and m not in left_out):
+                values = np.array(
+                    [duals[self._row[m, c]] / x for c, x in enumerate(self._classes[m])]
+                )
+                classes[m] = values.argmax(axis=0)
+                value = best[self._left[m]] + (values.max(axis=0) - of_order[m])[:, None]
+                k = value.argmax(axis=0)
+                own = value[k, sizes]
+                better = own > most
+                most[better] = own[better]
+                chosen[:, better] = np.stack([np.full_like(k, m), k])[:, better]
+            best[:-1] = most
+            taken.append(chosen)
         free, column = self._devices, list[tuple[int, int, int]]()
-        for m, chosen, best_class in reversed(taken):
-            if chosen[free] >= 0:
-                k = int(chosen[free])
-                column.append((m, int(best_class[k]), k))
+        for chosen in reversed(taken):
+            m, k = chosen[:, free].tolist()
+            if m >= 0:
+                column.append((m, int(classes[m][k]), k))
                 free -= int(self._counts[m][k])
-        return float(best[self._devices]), tuple(reversed(column))
+        return float(best[self._devices]), tuple(sorted(column))
 
 
 def continuous_optimum(instance: Instance, members: Sequence[int]) -> float:
