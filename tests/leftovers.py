@@ -55,7 +55,7 @@ class Leftovers:
         found = [
             f"{path}: {_inside(path)}"
             for path in self.folder.iterdir()
-            if str(path) != _own_folder() and not _was_emptied(path)
+            if str(path) != _own_folder() and not _is_nothing(path)
         ]
         found += [
             str(self.temporary / name) for name in _elsewhere(self.temporary) - self.elsewhere
@@ -80,8 +80,10 @@ def empty_own_folder() -> None:
             path.unlink()
 
 
-def _was_emptied(path: Path) -> bool:
-    return path.name.startswith("pymp-") and path.is_dir() and not os.listdir(path)
+def _is_nothing(path: Path) -> bool:
+    # torch keeps precompiled headers in a cache that TORCHINDUCTOR_CACHE_DIR does not move.
+    is_cache = path.name.startswith("torchinductor_")
+    return is_cache or (path.name.startswith("pymp-") and path.is_dir() and not os.listdir(path))
 
 
 def _own_folder() -> str | None:

@@ -105,12 +105,19 @@ def units_of(grid: Rows, count: int, merge: int = 1, side: int = 0) -> Units:
 
 def sides_of(grid: Rows, merge: int) -> Tensor:
     """Rows and columns of units of each image, and of one more, of one unit, [images + 1, 2]."""
-    return functional.pad(grids_of(grid)[:, -2:] // merge, (0, 0, 0, 1), value=1)
+    return functional.pad(_patches_of(grid) // merge, (0, 0, 0, 1), value=1)
 
 
 def grids_of(grid: Rows) -> Tensor:
     """Grids of all images, [images, ...]."""
     return grid.values if isinstance(grid, Ragged) else grid.flatten(0, -2)
+
+
+def _patches_of(grid: Rows) -> Tensor:
+    """Rows and columns of patches of each image, [images, 2]."""
+    grids = grids_of(grid)
+    # One by one: a compiler then knows that there are two, whatever it knows of the grids.
+    return torch.stack([grids[:, -2], grids[:, -1]], 1)
 
 
 def check_grids(grid: Rows, patches: Rows, merge: int = 1) -> None:
@@ -119,7 +126,7 @@ def check_grids(grid: Rows, patches: Rows, merge: int = 1) -> None:
     Raises:
         InvalidInputError: where the host has the values; elsewhere the device stops.
     """
-    sides = grids_of(grid)[:, -2:]
+    sides = _patches_of(grid)
     if isinstance(patches, Ragged):
         lengths = patches.lengths
     else:
