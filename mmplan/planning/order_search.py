@@ -26,7 +26,7 @@ from mmplan.schema.plan import ChunkTimes, Order, OrderRule, Plan, Unit
 # Forwards that units run ahead of what their consumers need. On shared ranks more than one may hide
 # what a rank does for others. On 150 random plans with shared ranks these leads with the three
 # rules came within 0.1% of the best order that was tried; the usual order was 7% above it.
-_LEADS = (1, 2, 3, 6)
+LEADS = (1, 2, 3, 6)
 # The orders with the best estimates that are simulated, one of a lead; chosen by hand.
 _SIMULATED = 2
 # Nominal times are whole nanoseconds: sums of whole numbers are exact, so that equal parts of a
@@ -46,6 +46,7 @@ def best_order(
     *,
     simulated: Callable[[Plan], Plan],
     fits: Callable[[Plan], bool],
+    leads: Sequence[int] = LEADS,
 ) -> Plan:
     """The plan as it is, or in an order in which its shared ranks idle less.
 
@@ -54,6 +55,7 @@ def best_order(
         costs: under its training settings.
         simulated: adds the prediction to a plan.
         fits: whether a simulated plan fits the memory.
+        leads: that units may have beside their own.
     """
     if not shares_ranks(plan):
         return plan
@@ -63,7 +65,7 @@ def best_order(
         return plan
     best_s = plan.predicted.iteration_s / AS_FAST
     tried = 0
-    for changed in estimates.best_of_each_lead(below_s=own.step_s / AS_FAST):
+    for changed in estimates.best_of_each_lead(leads, below_s=own.step_s / AS_FAST):
         with suppress(InvalidInputError):
             changed = simulated(changed)
             if not fits(changed):
@@ -99,12 +101,12 @@ class _Estimates:
         self._costs = ProgramCosts(Program.of(plan, lowered.graph, ()), costs, plan)
         self._links = [edge_links(self._graph.stages, edge) for edge in self._graph.edges]
 
-    def best_of_each_lead(self, *, below_s: float) -> list[Plan]:
+    def best_of_each_lead(self, leads: Sequence[int], *, below_s: float) -> list[Plan]:
         """The plan in the order with the best estimate of each lead, best first."""
         times = self._times()
         orders = [Order(rule=r, times=t) for t in ({}, times) for r in get_args(OrderRule)]
         found: list[tuple[float, Plan]] = []
-        for units in dict.fromkeys((self._plan.units, *map(self._with_lead, _LEADS))):
+        for units in dict.fromkeys((self._plan.units, *map(self._with_lead, leads))):
             changed = self._plan.model_copy(update={"units": units})
             with suppress(InvalidInputError):
                 steps = [rounded(e.step_s) for e in self.of_orders(changed, orders)]
