@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from page import conditions, table, write_section
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.costs.links import collective_s, message
-from mmplan.profiling.counting import Counter
+from mmplan.profiling.counting import ROWS, Counter
 from mmplan.profiling.roofline import Roofline
 from mmplan.program.clocks import SLOWDOWN
 from mmplan.schema.cluster import Cluster, load_cluster
@@ -86,11 +87,18 @@ class _Call(nn.Module):
         return self.function(*inputs)
 
 
-def _forward_s(roofline: Roofline, block: nn.Module, *shapes: tuple[int, ...], dtype: Any) -> float:
-    """Seconds of a block's forward, counted on the meta device."""
+def _forward_s(
+    roofline: Roofline, block: nn.Module, *shapes: tuple[int, ...], dtype: Any, rows: int = 0
+) -> float:
+    """Seconds of a block's forward, counted on the meta device.
+
+    ``rows``: of which a multiprocessor has one, where the kernel is cut so and torch's is not.
+    """
     inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     count, _ = Counter(block).count(block, inputs)
-    return roofline.seconds(count.forward.table)
+    kernels = count.forward.table.copy()
+    kernels[:, ROWS] = np.maximum(kernels[:, ROWS], rows)
+    return roofline.seconds(kernels)
 
 
 def _dtype(row: Row) -> Any:
@@ -124,7 +132,10 @@ def _llama_kernel_s(row: Row, cluster: Cluster) -> float:
         "add": (_Call(torch.add), [(tokens, width), (tokens, width)]),
     }
     block, shapes = kinds[row["kind"]]
-    return _forward_s(_roofline(row, cluster, compiled=True), block, *shapes, dtype=_dtype(row))
+    # vLLM's silu_and_mul, which was measured, starts a thread block for each token.
+    rows = tokens if row["kind"] == "mlp_act" else 0
+    roofline = _roofline(row, cluster, compiled=True)
+    return _forward_s(roofline, block, *shapes, dtype=_dtype(row), rows=rows)
 
 
 def _eager_kernel_s(row: Row, cluster: Cluster) -> float:
