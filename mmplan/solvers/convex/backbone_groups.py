@@ -254,7 +254,8 @@ class _Bounds:
         depth_limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
         fits = depth_limit >= self._after[self._k]
         rows = OptionRows(*(column[fits] for column in rows))
-        steps, left = steps_G[rows.b], devices - rows.devices
+        # A module alone may take them all.
+        steps, left = steps_G[rows.b], np.maximum(devices - rows.devices, 1)
         stage, warm = own.times(rows, size, steps)
         steady = (steps - 1) * stage
         least = np.full(len(left), -np.inf)
