@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, samples_of
 
 WIDTH = 8
 
@@ -227,6 +227,55 @@ def mean_rows(x: Ragged) -> Tensor:
     )
     sums = x.values.new_zeros((len(x.lengths), x.values.shape[1]))
     return sums.index_add(0, sample, x.values) / x.lengths.clamp(min=1).unsqueeze(1)
+
+
+class RowBlock(nn.Module):
+    """Takes and returns rows, each by itself, or with the mean of its sample's."""
+
+    tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.mixes = mixes
+
+    def forward(self, x: Ragged) -> Ragged:
+        values = x.values + self.down(torch.tanh(self.up(x.values)))
+        if self.mixes:
+            values = values + mean_rows(x)[samples_of(x)]
+        return Ragged(values, x.lengths)
+
+
+class RowReader(Reader):
+    """Takes rows and a tensor."""
+
+    def forward(self, x: Ragged, other: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward((x, mean_rows(x)), other)
+
+
+def rows(blocks: int, mixes: bool = False) -> nn.Sequential:
+    return nn.Sequential(*(RowBlock(mixes) for _ in range(blocks)))
+
+
+class Joined(nn.Module):
+    """Makes one row of all."""
+
+    def forward(self, x: Ragged) -> Ragged:
+        return Ragged(x.values.sum(0, keepdim=True), x.lengths)
+
+
+def joined(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*rows(blocks - 1), Joined())
+
+
+def dropout(blocks: int) -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.5), *rows(blocks - 1))
+
+
+def row_reader(blocks: int) -> nn.Sequential:
+    return nn.Sequential(
+        RowReader(), *(Block(WIDTH, 2 * WIDTH, WIDTH, 0.0) for _ in range(blocks - 1))
+    )
 
 
 def ragged(blocks: int) -> nn.Sequential:

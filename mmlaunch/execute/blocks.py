@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mmlaunch.comm.batches import NO_ROWS, Tree, lacks_rows
 from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.gathered_blocks import GatheredBlocks
+from mmlaunch.execute.item_shares import ItemShares
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -77,7 +78,8 @@ class StageBlocks:
             arguments: of the first block.
             later: takes the weight gradients of a split backward.
         """
-        given = tuple(arguments)
+        shares = self._item_shares(stage)
+        given = tuple(arguments if shares is None else shares.own(arguments))
         flow = RowFlow(self._model.row_groups.get(stage.index, ""))
         for index in range(*stage.blocks):
             cuts = self._model.row_cuts.get((stage.index, index))
@@ -110,7 +112,14 @@ class StageBlocks:
             self._gathered.after_forward(stage, index, output)
             flow.after(None if cuts is None else self._rows(stage, index))
             given = (output,)
-        return flow.end(given[0])
+        output = flow.end(given[0])
+        return output if shares is None else shares.whole(output)
+
+    def _item_shares(self, stage: Stage) -> ItemShares | None:
+        """How the ranks of a group share out the items of a micro-batch; None where they do not."""
+        if not stage.items:
+            return None
+        return ItemShares(self._model.row_groups[stage.index], f"modules.{stage.module}")
 
     def _run_block(
         self,
@@ -125,7 +134,7 @@ class StageBlocks:
         block = self._model.blocks[stage.owner, index]
         off = self._model.frozen_here[stage.index]
         self._model.tp_groups.enter(stage, index)
-        sums = sums_of(block) if stage.tp > 1 else None
+        sums = sums_of(block) if stage.shards > 1 else None
         if sums is not None:
             last = index == stage.blocks[1] - 1
             sums.keeps_logits = last and stage.index in self._model.own_logits
@@ -148,7 +157,7 @@ class StageBlocks:
 
     def _rows(self, stage: Stage, index: int) -> BlockRows | None:
         """The rows of a block that tensor-parallel groups run."""
-        sums = sums_of(self._model.blocks[stage.owner, index]) if stage.tp > 1 else None
+        sums = sums_of(self._model.blocks[stage.owner, index]) if stage.shards > 1 else None
         return None if sums is None else sums.rows
 
 

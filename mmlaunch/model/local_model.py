@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.dropout import _DropoutNd
 
 from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.model.deferred_init import MetaModule, UndeferrableError, check_gone
@@ -141,13 +142,16 @@ class LocalModel:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
         self.frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
         self._leave_out_replicated(stages)
+        for stage in stages:
+            if stage.items:
+                self._share_items(stage)
 
     def _build(self, owner: str, kept: list[Stage]) -> None:
         """Build a module and keep the blocks of some stages."""
         reason = None
         blocks = {block for stage in kept for block in range(*stage.blocks)}
         planned = sum(name == owner for name, _ in self._trains)
-        cut = any(stage.tp > 1 for stage in kept)
+        cut = any(stage.shards > 1 for stage in kept)
         if cut or len(blocks) < planned or self._workload.modules[owner].init is not None:
             try:
                 check_gone(self._materialise(owner, kept))
@@ -244,6 +248,19 @@ class LocalModel:
             for name, parameter in self.blocks[owner, index].named_parameters():
                 if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.layouts:
                     self.tp_groups.hook(index, parameter)
+
+    def _share_items(self, stage: Stage) -> None:
+        """Let the ranks of a group share out the items of a stage that it runs."""
+        group = tuple(sorted(stage.ranks[stage.place(self._rank)[0]]))
+        self.row_groups[stage.index] = group_name(self._comm(group))
+        for index in range(*stage.blocks):
+            for name, module in self.blocks[stage.owner, index].named_modules():
+                if isinstance(module, _DropoutNd) and module.p:
+                    raise InvalidInputError(
+                        f"modules.{stage.module}: block {index} has dropout ({name}), and ranks "
+                        "that share out items would draw other numbers than one process",
+                        hint="set dropout to 0, or items: false",
+                    )
 
     def sum_partial(self, stage: Stage, partial: Mapping[int, Sequence[str]]) -> None:
         """Sum gradients of replicated parameters that are partial in a stage's groups.

@@ -183,7 +183,7 @@ def _infer(
         logits: whether its losses can take each rank's own logits.
         device: of the arguments; blocks may still be on the host.
     """
-    if stage.tp > 1:
+    if stage.shards > 1:
         return _follow(stage, model, arguments, known, rows, logits)
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:

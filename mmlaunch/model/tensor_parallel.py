@@ -609,14 +609,14 @@ class TPGroups:
         self._hooked: set[nn.Parameter] = set()
 
     def groups(self, owner: str, index: int) -> list[Ranks]:
-        """The tensor-parallel groups of all ranks that run a block."""
+        """The groups of all ranks that hold a block once."""
         if (owner, index) not in self._groups:
             users = (
                 stage
                 for stage in self._program.stages
                 if stage.owner == owner and stage.blocks[0] <= index < stage.blocks[1]
             )
-            groups = dict.fromkeys(group for stage in users for group in stage.ranks)
+            groups = dict.fromkeys(group for stage in users for group in stage.holders)
             self._groups[owner, index] = list(groups)
         return self._groups[owner, index]
 
@@ -641,7 +641,7 @@ class TPGroups:
         """
         users: defaultdict[int, dict[int, Ranks]] = defaultdict(dict)
         for stage in stages:
-            for group in stage.ranks:
+            for group in stage.holders:
                 for index in range(*stage.blocks) if self._rank in group else ():
                     users[index][stage.index] = group
         for index, groups in users.items():

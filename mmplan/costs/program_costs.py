@@ -37,6 +37,14 @@ StatePart = tuple[int, int, int, int, bool]
 MOST_PARTS = 16
 
 
+def own_samples(stage: Stage, samples: float) -> float:
+    """Samples of a micro-batch that each rank of a group has: a share where items are shared out.
+
+    Shares of fewer items than ranks are uneven; this is their mean.
+    """
+    return samples / stage.tp if stage.items else samples
+
+
 class ProgramCosts:
     """Seconds, bytes and FLOPs of a compiled plan, for the simulator and the memory check.
 
@@ -144,19 +152,31 @@ class ProgramCosts:
 
     def _module_s(self, stage: Stage, op: Op, samples: float) -> float:
         if op is Op.FORWARD:
-            return self.costs.forward_s(
+            gathered_s = self._items_s(stage, samples * self.output_bytes(stage))
+            return gathered_s + self.costs.forward_s(
                 task=stage.task,
                 module=stage.module,
-                tp=stage.tp,
-                samples=samples,
+                tp=stage.shards,
+                samples=own_samples(stage, samples),
                 blocks=stage.blocks,
             )
-        whole_s = self._backward_s(stage, samples, stage.trainable)
+        gathered_s = 0.0
+        if stage.items:
+            inward = (e for e in self.program.edges if e.consumer == stage.index)
+            sent = sum(self.edge_bytes(e, samples) for e in inward if e.carries_gradient)
+            gathered_s = self._items_s(stage, sent) if sent else 0.0
+        whole_s = gathered_s + self._backward_s(stage, samples, stage.trainable)
         if op is Op.BACKWARD:
             return whole_s
         # The backward without trainable blocks: input gradients and recomputation.
-        inputs_s = self._backward_s(stage, samples, ())
+        inputs_s = gathered_s + self._backward_s(stage, samples, ())
         return inputs_s if op is Op.INPUT else whole_s - inputs_s
+
+    def _items_s(self, stage: Stage, num_bytes: float) -> float:
+        """Seconds in which ranks that share out items gather what each has made."""
+        if not stage.items:
+            return 0.0
+        return self.costs.gather_shares_s(ranks=stage.ranks[0], num_bytes=num_bytes)
 
     def _backward_s(
         self, stage: Stage, samples: float, trainable: Sequence[tuple[int, int]]
@@ -164,8 +184,8 @@ class ProgramCosts:
         return self.costs.backward_s(
             task=stage.task,
             module=stage.module,
-            tp=stage.tp,
-            samples=samples,
+            tp=stage.shards,
+            samples=own_samples(stage, samples),
             blocks=stage.blocks,
             trainable=trainable,
             input_gradient=stage.input_gradient,
@@ -180,10 +200,10 @@ class ProgramCosts:
         losses = (self.program.losses[index].name for index in stage.hosted)
         side = 0 if op is Op.FORWARD else 1
         return sum(
-            self.costs.loss_s(loss=name, samples=samples, tp=stage.tp)[side] for name in losses
+            self.costs.loss_s(loss=name, samples=samples, tp=stage.shards)[side] for name in losses
         )
 
-    def edge_bytes(self, edge: Edge, samples: int) -> float:
+    def edge_bytes(self, edge: Edge, samples: float) -> float:
         """Bytes of ``samples`` samples along an edge, the same in both directions."""
         return samples * self.output_bytes(self.program.stages[edge.producer])
 
@@ -375,8 +395,8 @@ class ProgramCosts:
         return self.costs.activation_bytes(
             task=stage.task,
             module=stage.module,
-            tp=stage.tp,
-            samples=samples,
+            tp=stage.shards,
+            samples=own_samples(stage, samples),
             blocks=passed,
             recompute=self._recompute[stage.task, stage.module],
         )
@@ -451,7 +471,7 @@ class ProgramCosts:
         """The shard that a rank holds of every block; the whole block where it runs two shards."""
         shards: dict[tuple[str, int], tuple[int, int]] = {}
         for stage in self.program.stages_of(rank):
-            shard = stage.tp, stage.place(rank)[1]
+            shard = stage.shards, 0 if stage.items else stage.place(rank)[1]
             for block in range(*stage.blocks):
                 key = stage.owner, block
                 shards[key] = shard if shards.get(key, shard) == shard else (1, 0)

@@ -157,6 +157,9 @@ class _Blocks:
         self._stages = self._graph.stages
         self._trained = {(stage.owner, stage.blocks) for stage in self._stages if stage.trainable}
         self._known: dict[object, Floats] = {}
+        self._shares_items = any(
+            module.items for task in plan.tasks.values() for module in task.modules.values()
+        )
         largest = [self._largest(stage) for stage in self._stages]
         pieces = [self._pieces(*pair) for pair in zip(self._stages, largest, strict=True)]
         rows, lengths = np.concatenate(pieces), list(map(len, pieces))
@@ -209,7 +212,10 @@ class _Blocks:
         c0_P = f_K[at] * f[0] + i_K[at] * i[0] + work_f_P * f[1] + work_b_P * b[1]
         between_P = np.sqrt(np.maximum(c2_P, 0.0) / np.maximum(c1_P, 1e-300))
         low_P, high_P = self._low_P, self._high_P
-        beside = (np.clip(u_P, low_P, high_P) for u_P in (np.floor(between_P), np.ceil(between_P)))
+        near = [np.floor(between_P), np.ceil(between_P)]
+        if self._shares_items:
+            near.append(between_P)
+        beside = (np.clip(u_P, low_P, high_P) for u_P in near)
         values = [c0_P + c1_P * u_P + c2_P / u_P for u_P in (low_P, high_P, *beside)]
         return np.minimum.reduceat(np.minimum.reduce(values), self._first_P)
 
@@ -225,26 +231,32 @@ class _Blocks:
         again = overlaps(stage.blocks, recomputed_blocks(module.recompute, module.blocks))
         return ("full" if again else "none",)
 
-    def _largest(self, stage: Stage) -> dict[_Way, int]:
-        """Of each way that fits a device with one sample, the largest size that does.
+    def _least(self, stage: Stage, tp: int) -> float:
+        """Least size: one sample, or a share of it where ranks may share out its items."""
+        items = tp == 1 and self._plan.tasks[stage.task].modules[stage.module].items
+        return 1 / self._plan.devices if items else 1.0
+
+    def _largest(self, stage: Stage) -> dict[_Way, float]:
+        """Of each way that fits a device with the least size, the largest size that does.
 
         If none fits, no plan does. The bound is then that of devices with more memory.
         """
         task, module = stage.task, stage.module
         batch, devices = self._plan.tasks[task].batch, self._plan.devices
-        room, found = self._costs.cluster.device.memory_bytes, dict[_Way, int]()
+        room, found = self._costs.cluster.device.memory_bytes, dict[_Way, float]()
         degrees = [n for n in self._costs.tp_options(task=task, module=module) if n <= devices]
         ways = list(itertools.product(degrees, self._recomputations(stage)))
         for way in ways:
+            least = self._least(stage, way[0])
 
-            def held(size: int, way: _Way = way) -> float:
-                return self._held_bytes(stage, way, size)
+            def held(count: int, way: _Way = way, least: float = least) -> float:
+                return self._held_bytes(stage, way, count * least)
 
-            if fitting := bisect_right(range(1, batch + 1), room, key=held):
-                found[way] = fitting
+            if fitting := bisect_right(range(1, round(batch / least) + 1), room, key=held):
+                found[way] = fitting * least
         return found or dict.fromkeys(ways, batch)
 
-    def _held_bytes(self, stage: Stage, way: _Way, size: int) -> float:
+    def _held_bytes(self, stage: Stage, way: _Way, size: float) -> float:
         """What each device of a group holds at least of a block and one micro-batch."""
         tp, recompute = way
         task, module = stage.task, stage.module
@@ -268,10 +280,10 @@ class _Blocks:
             recompute=recompute,
         )
 
-    def _pieces(self, stage: Stage, largest: Mapping[_Way, int]) -> Floats:
+    def _pieces(self, stage: Stage, largest: Mapping[_Way, float]) -> Floats:
         """[P, 9] pieces of a block's curves between two knots.
 
-        The columns are the degree; the least and the largest whole size; level and slope of the
+        The columns are the degree; the least and the largest size; level and slope of the
         seconds of its forward, of its input gradients and of its whole backward, hosted losses
         included.
         """
@@ -294,7 +306,7 @@ class _Blocks:
             backward = inputs
             if recompute is not None and trains:
                 backward = [(fit.backward, share), *after]
-            rows += _rows(tp, most, (forward, inputs, backward))
+            rows += _rows(tp, self._least(stage, tp), most, (forward, inputs, backward))
         self._known[key] = np.array(rows)
         return self._known[key]
 
@@ -367,12 +379,17 @@ class _Longest:
         return found_K
 
 
-def _rows(tp: int, most: int, sums: Sequence[_CurveSum]) -> Iterator[tuple[float, ...]]:
-    """The pieces of some sums of curves on sizes from 1 to ``most``."""
+def _rows(
+    tp: int, least: float, most: float, sums: Sequence[_CurveSum]
+) -> Iterator[tuple[float, ...]]:
+    """The pieces of some sums of curves on sizes from ``least`` to ``most``.
+
+    Sizes are whole, but where they may be less than a sample.
+    """
     knots = {knot for curves in sums for curve, _ in curves for knot in curve.knots}
-    edges = [1.0, *sorted(knot for knot in knots if 1 < knot < most), float(most)]
+    edges = [least, *sorted(knot for knot in knots if least < knot < most), most]
     for low, high in itertools.pairwise(edges):
-        first, last = math.ceil(low), math.floor(high)
+        first, last = (math.ceil(low), math.floor(high)) if least == 1 else (low, high)
         if first <= last:
             yield tp, first, last, *(number for curves in sums for number in _line(curves, low))
 

@@ -832,7 +832,9 @@ def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
     asked = CostModel(costs.profile, costs.cluster, costs.training)
     for unit in plan.units:
         for samples in sorted({number for sizes in unit.microbatches for number in sizes}):
-            asked.forward_s(task=unit.task, module=unit.module, tp=unit.tp, samples=samples)
+            # Of shares of a sample's items there are no points.
+            own = max(1, samples * unit.shards / unit.tp)
+            asked.forward_s(task=unit.task, module=unit.module, tp=unit.shards, samples=own)
     for task in plan.tasks.values():
         for name, loss in task.losses.items():
             if loss.sync_batch is not None:

@@ -146,6 +146,7 @@ def _stage(index: int, plan: Plan, unit: Unit, chunk: int) -> Stage:
         input_gradient=False,
         has_backward=False,
         zero=plan.zero_of(unit),
+        items=unit.items and unit.tp > 1,
     )
 
 

@@ -85,6 +85,7 @@ class Stage:
         syncs: indices of the cross-sample losses that take its output.
         has_backward: something before, in, or hosted by the stage takes a gradient.
         zero: ZeRO stage of its parameters.
+        items: ranks of a group run whole blocks, each on its share of the rows of ragged tensors.
         split: its backward is ``I`` and ``W`` instead of ``B``.
         even_in_flight: its rank may hold as much as the fullest of the unit, so that ``W``
             can wait.
@@ -110,6 +111,7 @@ class Stage:
     input_gradient: bool
     has_backward: bool
     zero: int = 0
+    items: bool = False
     split: bool = False
     even_in_flight: bool = False
     gathers: bool = False
@@ -127,6 +129,16 @@ class Stage:
     def members(self) -> tuple[int, ...]:
         """Every rank that runs it, once, replica by replica."""
         return tuple(dict.fromkeys(rank for group in self.ranks for rank in group))
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that hold its parameters once and add to their gradient once."""
+        return tuple((rank,) for rank in self.members) if self.items else self.ranks
+
+    @property
+    def shards(self) -> int:
+        """Parts in which a group holds the parameters that it cuts."""
+        return 1 if self.items else self.tp
 
     def meeting(self, op: Op, replica: int) -> tuple[int, ...]:
         """Ranks, ascending, that exchange tensors in a replica's compute; none where it is alone.

@@ -49,10 +49,10 @@ def starting_stages(graph: Graph | Program, reduction: Reduction) -> list[Stage]
     ]
     ranks = set(reduction.ranks)
     for stage in holders:
-        is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.ranks)
+        is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.holders)
         trains = any(a <= first and end <= b for a, b in stage.trainable) or len(holders) == 1
         alike = stage.has_backward and trains and stage.ranks == holders[0].ranks
-        if not (is_one_each and alike and len(ranks) == stage.dp):
+        if not (is_one_each and alike and len(ranks) == len(stage.holders)):
             return []
     return holders
 

@@ -81,7 +81,7 @@ def _trained_ranges(stages: Sequence[Stage]) -> Iterator[tuple[Span, list[Ranks]
     for a, b in pairwise(cuts):
         holders = [s for s in stages if s.blocks[0] <= a and b <= s.blocks[1]]
         if any(x <= a and b <= y for s in holders for x, y in s.trainable):
-            yield (a, b), list(dict.fromkeys(group for s in holders for group in s.ranks))
+            yield (a, b), list(dict.fromkeys(group for s in holders for group in s.holders))
 
 
 def _merged(found: Iterable[tuple[Span, list[T]]]) -> Iterator[tuple[Span, T]]:

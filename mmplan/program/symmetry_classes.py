@@ -143,7 +143,9 @@ def _can_merge_tp(plan: Plan, graph: Graph) -> bool:
     Ranks of a group may have different numbers of communicators, so these must be free. Where
     groups of several sizes hold a module, the ranks of a group have different reductions.
     """
-    if plan.cluster.device.communicator_bytes or all(unit.tp == 1 for unit in plan.units):
+    shares_items = any(unit.items for unit in plan.units)
+    has_groups = any(unit.tp > 1 for unit in plan.units)
+    if plan.cluster.device.communicator_bytes or shares_items or not has_groups:
         return False
     if any(isinstance(r, BlockReduction) and r.parameters != "all" for r in graph.reductions):
         return False

@@ -17,7 +17,7 @@ def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> lis
             group
             for stage in stages
             if stage.owner == owner and not wanted.isdisjoint(range(*stage.blocks))
-            for group in stage.ranks
+            for group in stage.holders
         )
     )
 

@@ -245,15 +245,22 @@ class _Checker:
             for a, b in pairwise(sorted(ends)):
                 held = [x for x in stages if x["blocks"][0] <= a and b <= x["blocks"][1]]
                 over = [x for x in own if x["blocks"][0] <= a and b <= x["blocks"][1]]
-                groups = list(dict.fromkeys(tuple(g) for stage in held for g in stage["ranks"]))
+                groups = list(dict.fromkeys(g for stage in held for g in self._holders(stage)))
                 if any(a in stage["trained"] for stage in held):
                     yield from (f"{owner}[{a},{b}): {fault}" for fault in _unsummed(groups, over))
             trained = {b for stage in stages for b in stage["trained"]}
             for tie in (t for name, *t in ties if name == owner and trained.issuperset(t)):
                 held = [x for x in stages if not {*tie}.isdisjoint(range(*x["blocks"]))]
-                groups = list({tuple(g) for stage in held for g in stage["ranks"]})
+                groups = list({g for stage in held for g in self._holders(stage)})
                 over = [x for x in self.sums if (x.get("tie"), x.get("blocks")) == (owner, tie)]
                 yield from (f"{owner}, {tie}: {x}" for x in _unsummed(groups, over, is_tied=True))
+
+    def _holders(self, stage: _Parsed) -> Iterator[tuple[int, ...]]:
+        """The groups of ranks of which each has all gradients of its samples."""
+        if self.units[stage["unit"]].get("items"):
+            yield from ((rank,) for group in stage["ranks"] for rank in group)
+        else:
+            yield from map(tuple, stage["ranks"])
 
     def ranks_are_alike(self) -> Iterator[str]:
         """Every rank's place, and what it exchanges there, is its representative's."""

@@ -53,6 +53,7 @@ def planned_task(
                 share=workload.modules[name].share,
                 recompute=_recompute(name, workload.modules[name].recompute, blocks[name]),
                 backbone=bool(workload.modules[name].backbone),
+                items=workload.modules[name].items,
                 ties=ties.get(name, ()),
             )
             for name in task.modules

@@ -119,6 +119,15 @@ def _zero(plan: Plan) -> Iterator[str]:
             )
 
 
+def _items(plan: Plan) -> Iterator[str]:
+    """Items are shared out where the workload says that blocks treat them apart."""
+    for unit in plan.units:
+        task = plan.tasks.get(unit.task)
+        module = task and task.modules.get(unit.module)
+        if unit.items and module is not None and not module.items:
+            yield f"units.{unit.name}.items: the blocks of {unit.module} may not treat items apart"
+
+
 def _coverage(where: str, units: list[Unit], blocks: int) -> Iterator[str]:
     """Chunks in pipeline order must tile [0, blocks)."""
     if not units:
@@ -205,4 +214,16 @@ def _order(plan: Plan) -> Iterator[str]:
             yield f"order.times.{unit.name}: times of {given} chunks, the unit has {chunks}"
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _ties, _zero, _losses, _waves, _in_turn, _order)
+_CHECKS = (
+    _names,
+    _grids,
+    _samples,
+    _blocks,
+    _ties,
+    _zero,
+    _items,
+    _losses,
+    _waves,
+    _in_turn,
+    _order,
+)

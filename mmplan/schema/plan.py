@@ -211,6 +211,8 @@ class Unit(Record):
         samples: per replica, of one optimizer step.
         microbatches: sizes per replica for one round: one sync batch, or the step where
             the task has no cross-sample loss.
+        items: the ranks of a tensor-parallel group run whole blocks, each on its share of the rows
+            of ragged tensors.
         zero: ZeRO stage of its parameters, ``training.zero`` where absent; the same one for all
             units that use them.
     """
@@ -227,12 +229,18 @@ class Unit(Record):
     samples: tuple[Count, ...]
     microbatches: tuple[tuple[Count, ...], ...]
     schedule: Schedule
+    items: Bool = False
     zero: ZeroStage | None = None
 
     @property
     def grid(self) -> RankGrid:
         """Its ranks, to walk over."""
         return RankGrid(self.ranks)
+
+    @property
+    def shards(self) -> int:
+        """Parts in which a group holds the parameters that tensor parallelism cuts."""
+        return 1 if self.items else self.tp
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
@@ -315,6 +323,7 @@ class PlannedModule(Record):
         blocks: how many.
         frozen: true, or half-open ranges of blocks.
         recompute: none, full, or the number of blocks that run their forward again.
+        items: whether several ranks may share out the rows of one sample's ragged tensors.
         ties: the blocks, ascending, of each parameter that several blocks share; equal ones once.
     """
 
@@ -324,6 +333,7 @@ class PlannedModule(Record):
     share: Str | None = None
     recompute: Recompute = "none"
     backbone: Bool = False
+    items: Bool = False
     ties: tuple[tuple[Index, ...], ...] = ()
 
 

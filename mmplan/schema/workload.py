@@ -82,6 +82,8 @@ class ModuleSpec(Record):
         recompute: full keeps only the inputs of blocks and runs them again in backward; a number
             does so for so many blocks, spread evenly; auto lets the plan say.
         backbone: the LLM of a chain; default: the module with the most seconds per sample.
+        items: its blocks treat each row (item) of their ragged input apart, so that several ranks
+            may share out the items of one sample.
         zero: ZeRO stage of its parameters; default: ``train.zero``, or that of the module that it
             shares them with.
         plan: degrees that the solver must or may choose.
@@ -95,6 +97,7 @@ class ModuleSpec(Record):
     share: Str | None = None
     recompute: Literal["none", "full", "auto"] | Count = "none"
     backbone: Bool | None = None
+    items: Bool = False
     zero: ZeroStage | None = None
     plan: Pins = Pins()
 

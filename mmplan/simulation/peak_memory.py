@@ -25,7 +25,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from mmplan.costs.fit import fit_curve
-from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
+from mmplan.costs.program_costs import CostModel, ProgramCosts, own_samples, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.reduction_starts import is_cut
@@ -456,7 +456,7 @@ class StageMemory:
             first=passed[0] if passed is not None else stage.blocks[1],
             forward=forward,
             backward=backward,
-            losses=sum(self.loss_bytes(name, samples, stage.tp) for name in losses),
+            losses=sum(self.loss_bytes(name, samples, stage.shards) for name in losses),
             output=weighted_samples * self.costs.output_bytes(stage),
         )
 
@@ -472,7 +472,12 @@ class StageMemory:
             for block in range(*passed)
         ]
         total = sum(shares)
-        return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
+        held = [whole * (s / total if total else 1 / len(shares)) for s in shares]
+        if stage.items:
+            # The output of all ranks beside the own one.
+            output = self.costs.output_bytes(stage)
+            held[-1] += output * (weighted_samples - own_samples(stage, weighted_samples))
+        return tuple(held)
 
     def _workspaces(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
         """Peak workspace of a forward and of a backward."""
@@ -480,7 +485,8 @@ class StageMemory:
         if known is None:
             return 0.0, 0.0
         # In samples like those of the profile's points.
-        size = weighted_samples * self.costs.costs.mean_work(stage.task, stage.module)
+        own = own_samples(stage, weighted_samples)
+        size = own * self.costs.costs.mean_work(stage.task, stage.module)
         alone = known.forward_only.at(size)
         passed = passed_blocks(stage)
         if passed is None:
@@ -493,8 +499,8 @@ class StageMemory:
                 self.costs.costs.activation_bytes(
                     task=stage.task,
                     module=stage.module,
-                    tp=stage.tp,
-                    samples=weighted_samples,
+                    tp=stage.shards,
+                    samples=own,
                     blocks=(block, block + 1),
                 )
                 for part in again
@@ -507,10 +513,10 @@ class StageMemory:
 
     def workspace(self, stage: Stage) -> _Workspace | None:
         """The curves of a stage's module, where the profile has them."""
-        key = stage.task, stage.module, stage.tp
+        key = stage.task, stage.module, stage.shards
         if key not in self._curves:
             module = self.costs.costs.profile.module(stage.module, stage.task)
-            self._curves[key] = _fitted(module, stage.tp)
+            self._curves[key] = _fitted(module, stage.shards)
         return self._curves[key]
 
     def loss_bytes(self, name: str, samples: int, tp: int = 1) -> float:

@@ -148,7 +148,9 @@ class ModuleCosts:
 
     # --- seconds ------------------------------------------------------------------------
 
-    def seconds(self, tp: int, size: Ints, dp: Ints | None = None) -> tuple[Floats, Floats]:
+    def seconds(
+        self, tp: int, size: Ints | Floats, dp: Ints | None = None
+    ) -> tuple[Floats, Floats]:
         """``[5, ...]`` what the columns of a stage's shares are multiplied by.
 
         Args:
@@ -185,7 +187,7 @@ class ModuleCosts:
         """Of one parameter, that replicas sum."""
         return self._costs.gradient_bytes(self._zero)
 
-    def activation_bytes(self, tp: int, size: Ints) -> Floats:
+    def activation_bytes(self, tp: int, size: Ints | Floats) -> Floats:
         """Of a micro-batch, the whole module's, in the sizes' shape."""
         fit = self._costs.curves(task=self._task, module=self._module, tp=tp)
         return curve_values(fit.activation_bytes, size)
@@ -196,7 +198,7 @@ class ModuleCosts:
         inputs: Floats,
         *,
         tp: int | Ints,
-        size: Ints,
+        size: Ints | Floats,
         activation: Floats | None = None,
     ) -> Floats:
         """Activations of one micro-batch.

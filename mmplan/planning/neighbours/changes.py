@@ -79,6 +79,21 @@ class LayoutChanges:
         room = layout.group_devices(layout.group_of(index)) + free
         yield from self._degrees_near(index, choice, room)
         yield from self._sizes_near(index, choice)
+        yield from self._items_near(index, choice)
+
+    def _items_near(self, index: int, choice: UnitChoice) -> Iterator[UnitChoice]:
+        """Replicas as groups that share out the items of samples, or such groups as replicas."""
+        if choice.items:
+            found = [self._with(index, choice, tp=1, dp=choice.copies, items=False)]
+        else:
+            sizes = {group: {choice.size, choice.size * group} for group in range(2, choice.dp + 1)}
+            found = [
+                self._with(index, choice, tp=group, dp=choice.dp // group, size=size, items=True)
+                for group, own in sizes.items()
+                for size in sorted(own)
+                if choice.tp == 1 and choice.dp % group == 0
+            ]
+        yield from (other for other in found if other is not None)
 
     def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
         tps = _beside(self._space.tensor_degrees(index), choice.tp)
@@ -112,6 +127,7 @@ class LayoutChanges:
         dp: int | None = None,
         vpp: int | None = None,
         size: int | None = None,
+        items: bool | None = None,
     ) -> UnitChoice | None:
         """The choice with other degrees; None where these are not allowed, or its own."""
         _, problem, module = self._space.modules[index]
@@ -121,7 +137,9 @@ class LayoutChanges:
             vpp = 1
         if not (1 <= dp <= problem.round_samples and vpp >= 1 and 1 <= pp * vpp <= blocks):
             return None
-        if tp not in self._space.tensor_degrees(index):
+        items = tp > 1 and (choice.items if items is None else items)
+        degrees = self._space.item_groups if items else self._space.tensor_degrees
+        if tp not in degrees(index):
             return None
         kind = choice.kind
         if vpp > 1 and (pp == 1 or problem.task.sync_batches):
@@ -131,8 +149,8 @@ class LayoutChanges:
         pins = self._space.pins(index)
         share = -(-problem.round_samples // dp)
         size = min(size or choice.size, share)
-        degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": size}
-        if not all(pins.allows(name, value) for name, value in degrees.items()):
+        chosen = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": size}
+        if not all(pins.allows(name, value) for name, value in chosen.items()):
             return None
         changed = UnitChoice(
             tp=tp,
@@ -143,6 +161,7 @@ class LayoutChanges:
             kind=kind,
             lead=choice.lead,
             offset=choice.offset,
+            items=items,
         )
         return None if changed == choice else changed
 

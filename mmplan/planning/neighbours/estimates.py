@@ -67,10 +67,11 @@ class LayoutEstimates:
         values, counts = np.unique(np.array((*sizes, choice.size)), return_counts=True)
         counts[-1] -= 1
         dp = np.full(len(values), choice.dp)
-        forward, backward = (own.shares @ x for x in costs.seconds(choice.tp, values, dp))
+        work = values / (choice.tp // choice.shards)
+        forward, backward = (own.shares @ x for x in costs.seconds(choice.shards, work, dp))
         chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
         each_P = chunks[:, :, -1].sum(axis=0)
-        trained = float(own.trained.max()) * choice.vpp / choice.tp
+        trained = float(own.trained.max()) * choice.vpp / choice.shards
         return _Cost(
             busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
             slot_s=float(each_P.max()),
@@ -84,7 +85,7 @@ class LayoutEstimates:
         return float(
             reduction_s(
                 self._request.cluster,
-                tp=choice.tp,
+                tp=choice.shards,
                 pp=choice.pp,
                 dp=dp,
                 num_bytes=own.gradient_bytes,
@@ -100,7 +101,7 @@ class LayoutEstimates:
             place = layout.group_of(index), own.offset, own.tp, own.pp, own.dp
             if place not in places[owner]:
                 places[owner].add(place)
-                replicas[owner] += own.dp
+                replicas[owner] += own.copies
         return [
             self._sum_s(index, own, replicas[owner])
             for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True))
@@ -184,7 +185,7 @@ class LayoutEstimates:
             zero = min(layout.zero[index], most_zero)
             held = self._bytes_of(index, replace(choice, lead=min(choice.lead, 1)), zero)
             for total_R, of_P in zip(
-                (fixed[self._owners[index], choice.tp], active_R), held, strict=True
+                (fixed[self._owners[index], choice.shards], active_R), held, strict=True
             ):
                 own_R = np.tile(np.repeat(of_P, choice.tp), choice.dp)
                 place_R = total_R[choice.offset : choice.end]
@@ -194,11 +195,11 @@ class LayoutEstimates:
     def _bytes(self, index: int, choice: UnitChoice, zero: int) -> tuple[Floats, Floats]:
         """[P], parameters with their state, and activations of micro-batches in flight."""
         _, problem, module = self._space.modules[index]
-        costs, (tp, pp, dp) = problem.module_costs(module), (choice.tp, choice.pp, choice.dp)
+        costs, (tp, pp, dp) = problem.module_costs(module), (choice.shards, choice.pp, choice.dp)
         own = costs.stages(module_stages(problem, module, pp * choice.vpp))
         # Ranks of all units that use the parameters cut their state.
         is_alone = self._owners.count(self._owners[index]) == 1
-        sharers = dp if is_alone else self._request.devices
+        sharers = choice.copies if is_alone else self._request.devices
         trained = problem.costs.bytes_per_parameter(
             trainable=True,
             zero=zero,
@@ -212,7 +213,10 @@ class LayoutEstimates:
         share = problem.round_samples // dp
         count = -(-max(share, 1) // choice.size)
         each = costs.held_bytes(
-            own.held, own.inputs, tp=tp, size=np.array(max(1, share // count))
+            own.held,
+            own.inputs,
+            tp=tp,
+            size=np.array(max(1, share // count) / (choice.tp // choice.shards)),
         ).reshape(choice.vpp, pp)
         in_flight = np.ones(pp)
         if choice.kind == "batch-sync":

@@ -24,6 +24,7 @@ class UnitChoice:
     Attributes:
         size: samples of its largest micro-batch.
         offset: devices of its group before its first.
+        items: the ranks of a tensor-parallel group share out the items of samples.
         kept: the unit of a start whose blocks and micro-batches these are; None where they follow
             from the rest.
     """
@@ -36,12 +37,23 @@ class UnitChoice:
     kind: ScheduleKind
     lead: int
     offset: int = 0
+    items: bool = False
     kept: Unit | None = field(default=None, compare=False)
 
     @property
     def devices(self) -> int:
         """Of the unit."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Parts in which a group holds the parameters."""
+        return 1 if self.items else self.tp
+
+    @property
+    def copies(self) -> int:
+        """Of each parameter, whose gradients are summed."""
+        return self.dp * self.tp // self.shards
 
     @property
     def end(self) -> int:
@@ -167,6 +179,7 @@ class LayoutSpace:
             kind=kind,
             lead=unit.schedule.lead,
             offset=min(unit.all_ranks) - first,
+            items=unit.items,
             kept=unit,
         )
 
@@ -219,7 +232,18 @@ class LayoutSpace:
             pinned=self.pins(index).microbatch is not None,
             schedule=schedule,
         )
-        return unit.model_copy(update={"name": name, "vpp": choice.vpp, "zero": zero})
+        changes = {"name": name, "vpp": choice.vpp, "items": choice.items, "zero": zero}
+        return unit.model_copy(update=changes)
+
+    def item_groups(self, index: int) -> list[int]:
+        """Sizes of groups that may share out the items of a module's samples."""
+        _, problem, module = self.modules[index]
+        if not self.request.workload.modules[module].items:
+            return []
+        if 1 not in problem.costs.tp_options(task=problem.task.name, module=module):
+            return []
+        node = self.request.cluster.devices_per_node
+        return [ranks for ranks in range(2, node + 1) if node % ranks == 0]
 
     def _tensor_degrees(self, index: int) -> list[int]:
         """Those that a module's profile has and its pins allow."""

@@ -83,7 +83,7 @@ class _Segment:
         reductions: Sequence[BlockReduction],
     ) -> None:
         self._program, self._trained, self._reductions = program, trained, reductions
-        self._groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+        self._groups = list(dict.fromkeys(group for s in holders for group in s.holders))
         self._name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
         self._crowded = is_crowded(self._groups)
         # Sums that were looked at: every rank of a sum has the same one.
@@ -133,11 +133,13 @@ class _Segment:
                     yield f"{what}: after reduction on rank {rank}, {fault}"
 
     def _sum_faults(self, contributors: _Contributors, adding: Sequence[int]) -> Iterator[str]:
-        """Replicas that are not in the sum of some ranks' gradients once."""
+        """Replicas, or ranks that share out items, not in the sum of some ranks' gradients once."""
         for stage in self._trained:
-            times = [0] * stage.dp
+            times = [0] * len(stage.holders)
             for place in map(stage.find_place, adding):
-                if place is not None:
+                if place is not None and stage.items:
+                    times[place[0] * stage.tp + place[1]] += 1
+                elif place is not None:
                     times[place[0]] += contributors.include(place[1], stage.tp)
             off = next((d for d, count in enumerate(times) if count != 1), None)
             if off is not None:

@@ -169,7 +169,7 @@ class _UpdateCheck:
         spans += [x.blocks for x in (*reductions, *(update for _, update in updates))]
         for segment in pairwise(sorted({x for span in spans for x in span})):
             holders = [s for s in stages if _inside(segment, s.blocks)]
-            groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+            groups = list(dict.fromkeys(group for s in holders for group in s.holders))
             here = [(i, update) for i, update in updates if _inside(segment, update.blocks)]
             name = f"blocks [{segment[0]},{segment[1]}) of {owner}"
             if any(_inside(segment, span) for s in holders for span in s.trainable):

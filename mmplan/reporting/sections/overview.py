@@ -110,7 +110,8 @@ def _unit_sentence(unit: Unit) -> str:
     if unit.pp > 1:
         parts.append(f"{unit.pp} pipeline stages each")
     if unit.tp > 1:
-        parts.append(f"each stage split {unit.tp} ways (tensor parallel)")
+        how = "items of its samples" if unit.items else "tensor parallel"
+        parts.append(f"each stage split {unit.tp} ways ({how})")
     first, last = unit.blocks[0][0], unit.blocks[-1][1]
     blocks = f"blocks [{first}, {last})"
     what = blocks if unit.name == unit.module else f"{blocks} of module {unit.module}"

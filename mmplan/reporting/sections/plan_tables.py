@@ -45,7 +45,10 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
         markup.Markup(sign + markup.esc(unit.name)),
         unit.module,
         ", ".join(f"[{a}, {b})" for a, b in unit.blocks),
-        f"{unit.dp} × {unit.pp} × {unit.tp}" + (f", vpp {unit.vpp}" if unit.vpp > 1 else ""),
+        f"{unit.dp} × {unit.pp} × {unit.tp}"
+        + (f", vpp {unit.vpp}" if unit.vpp > 1 else "")
+        + (", items" if unit.items else "")
+        + (f", zero {unit.zero}" if unit.zero is not None else ""),
         fmt.ranks(unit.all_ranks),
         fmt.repeated(unit.samples),
         fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" | ", rest="…"),

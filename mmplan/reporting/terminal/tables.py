@@ -292,7 +292,10 @@ def _unit_row(unit: Unit) -> tuple[str, ...]:
     return (
         unit.name,
         text.blocks(unit),
-        f"{unit.tp} x {unit.pp} x {unit.dp}" + (f" (vpp {unit.vpp})" if unit.vpp > 1 else ""),
+        f"{unit.tp} x {unit.pp} x {unit.dp}"
+        + (f" (vpp {unit.vpp})" if unit.vpp > 1 else "")
+        + (" (items)" if unit.items else "")
+        + (f" (zero {unit.zero})" if unit.zero is not None else ""),
         text.ranks(unit.all_ranks),
         text.repeated(unit.samples),
         sizes[0] if same else " | ".join(sizes),

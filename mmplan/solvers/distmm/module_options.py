@@ -482,7 +482,8 @@ def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
 
     def is_too_large(count: int) -> bool:
         order = unit.schedule.kind, unit.schedule.lead
-        active = stages.active_bytes(unit.tp, np.array([size]), np.array([count]), *order)
+        own = np.array([size * unit.shards / unit.tp])
+        active = stages.active_bytes(unit.shards, own, np.array([count]), *order)
         return bool((active[:, 0] > spare).any())
 
     most = -(-UNLIMITED // (size * unit.dp))
@@ -500,9 +501,11 @@ def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[floa
     active: dict[str, list[float]] = {}
     for unit in units:
         stages = Stages(problem, unit.module, unit.pp)
-        count, size = np.array([len(unit.microbatches[0])]), np.array([max(unit.microbatches[0])])
-        fixed[unit.name] = stages.bytes.fixed_bytes(unit.tp, np.array([unit.dp]))[:, 0].tolist()
-        active[unit.name] = stages.active_bytes(unit.tp, size, count, "gpipe")[:, 0].tolist()
+        count, tp = np.array([len(unit.microbatches[0])]), unit.shards
+        # Where ranks share out items each has so many copies of the parameters.
+        dp, size = unit.dp * unit.tp // tp, np.array([max(unit.microbatches[0]) * tp / unit.tp])
+        fixed[unit.name] = stages.bytes.fixed_bytes(tp, np.array([dp]))[:, 0].tolist()
+        active[unit.name] = stages.active_bytes(tp, size, count, "gpipe")[:, 0].tolist()
     spare: dict[str, list[float]] = {}
     for unit in units:
         beside = [u for u in units if set(u.all_ranks) & set(unit.all_ranks)]
