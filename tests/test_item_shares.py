@@ -290,3 +290,35 @@ def test_auto_shares_out_the_items_of_few_samples(tmp_path: Path) -> None:
     assert shared.solver.lower_bound_s <= shared.predicted.iteration_s * (1 + 1e-9)
     assert alone.solver.lower_bound_s is not None
     assert shared.predicted.iteration_s < alone.solver.lower_bound_s
+
+
+def test_rigid_shares_out_the_items_inside_a_tp_group(tmp_path: Path) -> None:
+    """At micro-batch 1 one rank of four would run a module that is whole."""
+    pins = {"plan": {"microbatch": 1}}
+    link = {"latency_s": 0.0, "bandwidth_bytes_per_s": 60.0}
+    costs = profile(
+        {
+            "vision": module_profile(4.0, 8.0, output_bytes_per_sample=6.0),
+            "llm": module_profile(1.0, 2.0, tp={4: 4.0}),
+        },
+        8,
+        intra=link,
+        inter=link,
+    )
+    steps: list[float] = []
+    for items in (False, True):
+        modules: dict[str, Any] = {
+            "vision": {"inputs": ["image"], "items": items, **pins},
+            "llm": {"inputs": ["vision"], "backbone": True, **pins},
+        }
+        losses = {"lm": {"factory": "m:lm", "inputs": ["llm"]}}
+        job = planned_workload(modules, batch=6, losses=losses)
+        plan = run_solve(tmp_path, job, costs, solver="megatron-rigid")
+        steps.append(plan.predicted.iteration_s)
+        assert check_program(compile_plan(plan)) == []
+        vision = plan.units[0]
+        shape = vision.items, vision.tp, vision.dp, vision.microbatches
+        assert shape == (items, *((4, 1) if items else (1, 1)), ((1,) * 6,))
+    # A quarter of 12 s for each sample, and the gather of 6 bytes.
+    assert steps[0] == pytest.approx(6 * 12, rel=0.2)
+    assert steps[1] == pytest.approx(6 * (12 / 4 + 6 / 60 * 3 / 4), rel=0.2)

@@ -148,7 +148,7 @@ class StageBytes:
     def held_bytes(
         self,
         tp: int | Ints,
-        size: Ints,
+        size: Ints | Floats,
         activation: Floats | None = None,
         *,
         first: int = HELD,
@@ -166,13 +166,20 @@ class StageBytes:
         own = self._costs.held_bytes(held, inputs, tp=tp, size=size, activation=activation)
         return own + carried * size
 
-    def bytes_beside(self, size: Ints, steps: int | Ints) -> Floats:
+    def bytes_beside(self, size: Ints | Floats, steps: int | Ints) -> Floats:
         """Messages beside those that micro-batches in flight carry, of so many in a step."""
         returned, received, kept = self._columns[RETURNS : KEPT + 1]
         return bytes_beside(returned, received, kept, steps) * size
 
     def active_bytes(
-        self, tp: int, size: Ints, count: Ints, kind: ScheduleKind, *, lead: int, later: int = 0
+        self,
+        tp: int,
+        size: Ints | Floats,
+        count: Ints,
+        kind: ScheduleKind,
+        *,
+        lead: int,
+        later: int = 0,
     ) -> Floats:
         """Activations and messages of a step.
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import cast
+from typing import Literal, cast
 
 from mmplan.errors import InfeasibleError
 from mmplan.schema.base import ZeroStage
@@ -105,35 +105,49 @@ def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution
     )
 
 
+_Held = Literal["cut", "replicated", "items"]
+
+
 def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
     modules, backbone = problem.task.modules, backbone_of(problem)
     cuts = module_cuts(problem, backbone, problem.blocks(backbone))
     others = [m for m in modules if m != backbone]
     for tp in tensor_degrees(problem, backbone):
-        choices = product(*(_may_be_replicated(problem, module, tp) for module in others))
+        choices = product(*(_ways_to_hold(problem, module, tp) for module in others))
         for depth, chosen in product(depths(problem, [backbone]), list(choices)):
-            replicated = dict(zip(others, chosen, strict=True))
-            yield _rigid(problem, backbone, cuts[depth - 1], tp, replicated)
+            held = dict(zip(others, chosen, strict=True))
+            yield _rigid(problem, backbone, cuts[depth - 1], tp, held)
 
 
 def _rigid(
-    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, replicated: dict[str, bool]
+    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, held: dict[str, _Held]
 ) -> Layout:
     places: dict[str, ModuleGrid] = {}
     position = 0
     for module in problem.task.modules:
         own = cuts if module == backbone else ((0, problem.blocks(module)),)
-        replica = replicated.get(module, False)
-        places[module] = ModuleGrid(first=position, cuts=own, replicated=replica)
+        how = held.get(module, "cut")
+        places[module] = ModuleGrid(
+            first=position,
+            cuts=own,
+            replicated=how != "cut",
+            items=tp if how == "items" else 0,
+        )
         position += len(own)
     return Layout(tp=tp, positions=position, places=places)
 
 
-def _may_be_replicated(problem: Problem, module: str, tp: int) -> list[bool]:
-    """Whether a TP group may split a module (False), or hold it whole on each rank (True)."""
+def _ways_to_hold(problem: Problem, module: str, tp: int) -> list[_Held]:
+    """How a TP group may hold a module.
+
+    It may split it, or hold it whole on each rank, which then have samples of their own or items
+    of the same ones.
+    """
     known = problem.costs.tp_options(task=problem.task.name, module=module)
-    possible = {False: tp in known, True: tp > 1 and 1 in known}
-    return [replicated for replicated, fits in possible.items() if fits]
+    whole = tp > 1 and 1 in known
+    items = whole and problem.request.workload.modules[module].items
+    possible: dict[_Held, bool] = {"cut": tp in known, "replicated": whole, "items": items}
+    return [how for how, fits in possible.items() if fits]
 
 
 def solve_deepspeed(request: Request) -> Solution:

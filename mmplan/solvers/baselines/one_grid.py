@@ -48,11 +48,13 @@ class ModuleGrid:
         cuts: blocks of its stages.
         replicated: every rank of a TP group holds the whole stage, and they share out the
             samples; False where they split it.
+        items: the ranks of such a group, where they share out the items of samples; 0 elsewhere.
     """
 
     first: int
     cuts: tuple[Blocks, ...]
     replicated: bool = False
+    items: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +206,10 @@ class OneGrid:
     def _allowed(self, split: Split) -> bool:
         specs = self.problem.request.workload.modules
         return all(
-            specs[module].plan.allows("dp", split.dp * _inner_dp(place, split.inner_dp))
-            and specs[module].plan.allows("microbatch", _own(place, split.size, split.inner_dp))
+            specs[module].plan.allows("dp", split.dp * each)
+            and specs[module].plan.allows("microbatch", -(-split.size // each))
             for module, place in self.layout.places.items()
+            for each in [1 if place.items else _inner_dp(place, split.inner_dp)]
         )
 
     # --- seconds -----------------------------------------------------------------------
@@ -217,7 +220,7 @@ class OneGrid:
         for module, own in self._modules.items():
             dp, size = _replicas(own, splits), _sizes(own, splits)
             each = own.costs.seconds(own.tp, size, dp)
-            stage_s = own.stages.shares @ sum(each)
+            stage_s = own.stages.shares @ sum(each) + self._gathers_s(own, splits)
             busy[own.positions] += stage_s
             producers = self.problem.producers(module)
             reached = [end[p] + self._between_s(p, module, splits) for p in producers]
@@ -227,6 +230,14 @@ class OneGrid:
         fill_s = np.maximum.reduce([interval_s, *end.values()])
         count = np.array([split.count for split in splits])
         return fill_s + (self.problem.rounds * count - 1) * interval_s
+
+    def _gathers_s(self, own: _ModuleStages, splits: Sequence[Split]) -> Floats | float:
+        """[C, B] until ranks that share out items have all of each stage's output."""
+        if not own.grid.items:
+            return 0.0
+        first_s, per_byte_s = self.problem.costs.gather_line(own.grid.items)
+        size = np.array([split.size for split in splits])
+        return first_s + per_byte_s * own.stages.cut_bytes[:, None] * size
 
     def step_s(self, split: Split) -> float:
         """The formula, T."""
@@ -249,7 +260,7 @@ class OneGrid:
     def _tp(self, place: ModuleGrid) -> int:
         return 1 if place.replicated else self.layout.tp
 
-    def _inside_s(self, module: str, size: Ints) -> Floats | float:
+    def _inside_s(self, module: str, size: Ints | Floats) -> Floats | float:
         """[B] messages from stage to stage of a module, and back."""
         own, total_s = self._modules[module], 0.0
         for i, following in enumerate(own.grid.cuts[1:]):
@@ -383,6 +394,8 @@ class OneGrid:
     def _unit(self, module: str, split: Split, sizes: Sequence[tuple[int, ...]]) -> Unit:
         place, ranks = self.layout.places[module], self.ranks(module, split)
         each = _inner_dp(place, split.inner_dp)
+        if place.items:
+            ranks, each = self._groups(place, split, self.layout.tp, 1), 1
         microbatches = tuple(
             tuple(split_evenly(size, each)[way] for size in own)
             for own in sizes
@@ -392,9 +405,10 @@ class OneGrid:
             name=module,
             task=self.problem.task.name,
             module=module,
-            tp=self._tp(place),
+            tp=ranks.tp,
             pp=len(place.cuts),
             dp=ranks.dp,
+            items=place.items > 0,
             ranks=ranks.ranks,
             blocks=place.cuts,
             samples=tuple(sum(own) * self.problem.rounds for own in microbatches),
@@ -403,15 +417,19 @@ class OneGrid:
         )
 
     def ranks(self, module: str, split: Split) -> RankGrid:
-        """Of a module's unit: its part of the grid, or one rank of each group a replica."""
-        place, own = self.layout.places[module], self._tp(self.layout.places[module])
+        """Its part of the grid, or each rank that holds a module whole as a replica."""
+        place = self.layout.places[module]
+        return self._groups(place, split, self._tp(place), _inner_dp(place, split.inner_dp))
+
+    def _groups(self, place: ModuleGrid, split: Split, own: int, ways: int) -> RankGrid:
+        """Of each TP group of a module's stages so many parts of ``own`` ranks."""
         whole = RankGrid.consecutive(0, split.dp, self.layout.positions, self.layout.tp).ranks
         stages = slice(place.first, place.first + len(place.cuts))
         return RankGrid(
             tuple(
                 tuple(group[way : way + own] for group in replica[stages])
                 for replica in whole
-                for way in range(_inner_dp(place, split.inner_dp))
+                for way in range(ways)
             )
         )
 
@@ -421,19 +439,19 @@ def _replicas(own: _ModuleStages, splits: Sequence[Split]) -> Ints:
     return np.array([split.dp * _inner_dp(own.grid, split.inner_dp) for split in splits])
 
 
-def _sizes(own: _ModuleStages, splits: Sequence[Split]) -> Ints:
+def _sizes(own: _ModuleStages, splits: Sequence[Split]) -> Ints | Floats:
     """[B] samples of a module's largest micro-batch."""
     return np.array([_own(own.grid, split.size, split.inner_dp) for split in splits])
 
 
 def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
-    """Replicas of a module in one replica of the grid."""
-    return inner_dp if place.replicated else 1
+    """Copies of a module in one replica of the grid."""
+    return place.items or (inner_dp if place.replicated else 1)
 
 
-def _own(place: ModuleGrid, size: int, inner_dp: int) -> int:
-    """The module's largest micro-batch."""
-    return -(-size // _inner_dp(place, inner_dp))
+def _own(place: ModuleGrid, size: int, inner_dp: int) -> float:
+    """Samples of the module's largest micro-batch on a rank."""
+    return size / place.items if place.items else -(-size // _inner_dp(place, inner_dp))
 
 
 def colocated_layouts(problem: Problem) -> Iterator[Layout]:
@@ -555,7 +573,7 @@ def allowed(problem: Problem, layout: Layout) -> bool:
     """Whether the modules' pins allow a layout's degrees."""
     specs = problem.request.workload.modules
     return all(
-        specs[module].plan.allows("tp", 1 if place.replicated else layout.tp)
+        specs[module].plan.allows("tp", 1 if place.replicated and not place.items else layout.tp)
         and specs[module].plan.allows("pp", len(place.cuts))
         and specs[module].plan.allows("vpp", 1)
         for module, place in layout.places.items()
