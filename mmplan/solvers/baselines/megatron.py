@@ -105,7 +105,7 @@ def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution
     )
 
 
-_Held = Literal["cut", "replicated", "items"]
+_WayToHold = Literal["cut", "replicated", "items"]
 
 
 def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
@@ -120,7 +120,7 @@ def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
 
 
 def _rigid(
-    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, held: dict[str, _Held]
+    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, held: dict[str, _WayToHold]
 ) -> Layout:
     places: dict[str, ModuleGrid] = {}
     position = 0
@@ -137,7 +137,7 @@ def _rigid(
     return Layout(tp=tp, positions=position, places=places)
 
 
-def _ways_to_hold(problem: Problem, module: str, tp: int) -> list[_Held]:
+def _ways_to_hold(problem: Problem, module: str, tp: int) -> list[_WayToHold]:
     """How a TP group may hold a module.
 
     It may split it, or hold it whole on each rank, which then have samples of their own or items
@@ -146,7 +146,7 @@ def _ways_to_hold(problem: Problem, module: str, tp: int) -> list[_Held]:
     known = problem.costs.tp_options(task=problem.task.name, module=module)
     whole = tp > 1 and 1 in known
     items = whole and problem.request.workload.modules[module].items
-    possible: dict[_Held, bool] = {"cut": tp in known, "replicated": whole, "items": items}
+    possible: dict[_WayToHold, bool] = {"cut": tp in known, "replicated": whole, "items": items}
     return [how for how, fits in possible.items() if fits]
 
 
