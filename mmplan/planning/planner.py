@@ -93,6 +93,15 @@ SIMULATION_BUDGETS = 3
 INSTRUCTIONS_PER_S = 100_000
 # Instructions that each plan counts beside its own: a small one takes time too.
 INSTRUCTIONS_PER_PLAN = 1_000
+# Instructions of a plan for each of its computes, about: some are messages.
+INSTRUCTIONS_PER_COMPUTE = 6
+# The first plans of each kind are simulated whatever their formulas say up to so many instructions,
+# small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
+# of devices all are simulated.
+INSTRUCTIONS_OF_FIRST = 100_000
+# Of those large ones a formula's value may be more than the best step by this factor; chosen by
+# hand: where formulas are wrong they promise too much.
+FORMULA_SLACK = 1.25
 # Of it, what a plan takes that the memory refuses before it is simulated.
 REFUSED_PRICE = 0.3
 # Patience is longer by this factor while no plan fits the memory; chosen by hand.
@@ -294,6 +303,7 @@ class _CandidatePlans:
         self._neighbours: NeighbourReport | None = None
         # Several solvers find the same plan.
         self._predicted: dict[Hashable, Prediction] = {}
+        self._instructions: dict[Hashable, int] = {}
         # Effort so far, in instructions.
         self._effort = 0
 
@@ -308,7 +318,9 @@ class _CandidatePlans:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
         Candidates that do not fit the memory drop out, and others whose computes alone take longer
-        than the best step. A note counts those for which patience did not last.
+        than the best step. Of the best of each kind those drop out too once much has been
+        simulated, and with them what promises little. A note counts those for which patience did
+        not last.
 
         Args:
             solutions: of the solvers.
@@ -321,25 +333,37 @@ class _CandidatePlans:
         """
         first, others = first_of_each_kind(solutions)
         total, plans = len(first) + len(others), list[SimulatedPlan]()
-        for position, (solution, candidate) in enumerate(first):
+
+        def limit_s() -> float:
+            # The best has a runner-up.
+            return math.inf if all_of_them or len(plans) < 2 else as_fast_as(plans)
+
+        places: list[tuple[int, SimulatedPlan]] = []
+        by_size = sorted(range(len(first)), key=lambda i: _computes_of(first[i][1].units))
+        for position, place in enumerate(by_size):
+            solution, candidate = first[place]
             progress(position, total, f"simulated, now {solution.solver}")
-            plans += self._try(solution, candidate)
+            own_s = limit_s() if self._effort > INSTRUCTIONS_OF_FIRST else math.inf
+            if candidate.objective_s <= FORMULA_SLACK * own_s:
+                found = [*self._try(solution, candidate, own_s)]
+                plans += found
+                places += [(place, item) for item in found]
+        # Of equal plans the first solver's is taken.
+        plans[:] = [item for _, item in sorted(places, key=lambda pair: pair[0])]
         # No plan is begun for which too little patience is left.
         each = self._effort / max(1, len(first))
-        effort_before = self._effort
+        effort_before = min(self._effort, INSTRUCTIONS_OF_FIRST)
         for position, (solution, candidate) in enumerate(others):
             patient_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
-            spent = self._effort - effort_before + each
-            if spent > patient_s * INSTRUCTIONS_PER_S:
+            left = patient_s * INSTRUCTIONS_PER_S - (self._effort - effort_before)
+            if left < each:
                 self._search_notes.append(
                     f"{len(others) - position} of {counted(total, 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"
                 )
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
-            # The best has a runner-up.
-            limit_s = math.inf if all_of_them or len(plans) < 2 else as_fast_as(plans)
-            plans += self._try(solution, candidate, limit_s)
+            plans += self._try(solution, candidate, limit_s(), left)
         else:
             progress(total, total, "simulated")
         if not plans:
@@ -358,12 +382,16 @@ class _CandidatePlans:
         return runner_up(min(uniform, key=merit)) if uniform else None
 
     def _try(
-        self, solution: Solution, candidate: Candidate, limit_s: float = math.inf
+        self,
+        solution: Solution,
+        candidate: Candidate,
+        limit_s: float = math.inf,
+        most: float = math.inf,
     ) -> Iterator[SimulatedPlan]:
-        """The candidate's simulated plan; nothing where it does not fit, run or keep the limit."""
+        """The candidate's simulated plan; nothing where it does not fit, run or keep the limits."""
         plan = self._plan(solution, candidate)
         try:
-            plan, needed = self._with_bytes(plan, limit_s)
+            plan, needed = self._with_bytes(plan, limit_s, most)
         except InvalidInputError as error:
             # Stage orders of this candidate may deadlock, or its tied blocks have several tp
             # degrees; other candidates may still run.
@@ -372,7 +400,7 @@ class _CandidatePlans:
         if needed > self._memory_bytes:
             self._too_large.append(needed)
             return
-        if limit_s < math.inf and not plan.predicted.iteration_s:
+        if min(limit_s, most) < math.inf and not plan.predicted.iteration_s:
             return
         if not (solution.closed_form and candidate.closed_form):
             objective_s = max(candidate.objective_s, plan.predicted.iteration_s)
@@ -384,10 +412,13 @@ class _CandidatePlans:
             is_baseline=solution.solver in BASELINES,
         )
 
-    def _with_bytes(self, plan: Plan, limit_s: float = math.inf) -> tuple[Plan, float]:
+    def _with_bytes(
+        self, plan: Plan, limit_s: float = math.inf, most: float = math.inf
+    ) -> tuple[Plan, float]:
         """The bytes that a plan needs at least; of a simulated one all of them.
 
-        It is simulated where it may fit the memory and may take no more than ``limit_s``.
+        It is simulated where it may fit the memory and may take no more than ``limit_s``, with no
+        more than ``most`` instructions, about.
 
         Raises:
             InvalidInputError: it cannot run.
@@ -396,14 +427,17 @@ class _CandidatePlans:
             plan = self._simulated(plan)
             return plan, peak_bytes(plan.predicted)
         lowered = lower_plan(plan)
-        self._effort += INSTRUCTIONS_PER_PLAN + sum(
-            sum(stage.rounds) for stage in lowered.simulated_graph.stages
-        )
+        computes = sum(sum(stage.rounds) for stage in lowered.simulated_graph.stages)
+        self._effort += INSTRUCTIONS_PER_PLAN + computes
+        if INSTRUCTIONS_PER_COMPUTE * computes > most:
+            return plan, 0.0
         needed = memory_lower_bound(plan, self._request.costs, lowered)
         if needed > self._memory_bytes:
             return plan, needed
-        if limit_s < math.inf and least_step_s(plan, self._request.costs, lowered) > limit_s:
-            return plan, needed
+        if limit_s < math.inf:
+            least_s = least_step_s(plan, self._request.costs, lowered, as_planned=True)
+            if least_s > limit_s:
+                return plan, needed
         plan = self._simulated(plan, lowered)
         return plan, peak_bytes(plan.predicted)
 
@@ -426,11 +460,12 @@ class _CandidatePlans:
         def trial(candidate: Candidate) -> Plan | None:
             before, plan, needed = self._effort, None, math.inf
             with suppress(InvalidInputError):
-                plan, needed = self._with_bytes(self._plan(solution, candidate))
-            fits = needed <= self._memory_bytes
-            price = 1.0 if plan and plan.predicted.iteration_s else REFUSED_PRICE
+                left = budget.left_s * INSTRUCTIONS_PER_S
+                plan, needed = self._with_bytes(self._plan(solution, candidate), most=left)
+            is_refused = needed > self._memory_bytes
+            price = REFUSED_PRICE if is_refused else 1.0
             budget.spend(price * (self._effort - before) / INSTRUCTIONS_PER_S)
-            return plan if fits else None
+            return None if is_refused or not plan or not plan.predicted.iteration_s else plan
 
         return NeighbourSearch(
             self._request,
@@ -485,8 +520,13 @@ class _CandidatePlans:
         for item in ranked:
             best_of.setdefault(item.solution.solver, item)
         usual, reordered, split = dict(best_of), dict(best_of), dict(best_of)
+        effort_before = self._effort
         for solver, first in best_of.items():
             limit_s = math.inf if trials is not None else as_fast_as(split.values())
+            spent = self._effort - effort_before
+            each = self._instructions[_what_runs(first.plan)]
+            if spent and spent + each > INSTRUCTIONS_OF_FIRST:
+                continue  # it is large, and was not the best
             least_s = least_step_s(first.plan, self._request.costs)
             if least_s > limit_s or _step_s(first) > REFINED_WITHIN * limit_s:
                 continue  # no order of it is the best
@@ -662,7 +702,8 @@ class _CandidatePlans:
 
     def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
         step = simulated(plan, self._request.costs, lowered)
-        self._effort += sum(map(len, step[0].program.instructions))
+        self._instructions[_what_runs(plan)] = sum(map(len, step[0].program.instructions))
+        self._effort += self._instructions[_what_runs(plan)]
         predicted = prediction(step[0], plan)
         if self._steps is not None and peak_bytes(predicted) <= self._memory_bytes:
             self._steps.keep(predicted, step)
@@ -729,6 +770,11 @@ def _what_runs(plan: Plan) -> Hashable:
     order = None if plan.order is None else plan.order.model_dump_json()
     settings = plan.devices, plan.training.zero, plan.in_turn, order
     return settings, plan.units, plan.losses, plan.waves
+
+
+def _computes_of(units: Sequence[Unit]) -> int:
+    """Forwards of a round, on all stages of all replicas."""
+    return sum(len(unit.blocks) * sum(map(len, unit.microbatches)) for unit in units)
 
 
 def as_fast_as(plans: Iterable[SimulatedPlan]) -> float:

@@ -155,6 +155,11 @@ class _WholeCosts(ProgramCosts):
         """Bytes that a device holds of one micro-batch until its backward has run."""
         return super().activation_bytes(self.program.stages[stage.index], samples)
 
+    def static_bytes(self, rank: int) -> float:
+        """Weights, gradients and optimizer state; 0 where another rank stands for this one."""
+        is_kept = self._quotient.representative.get(rank, rank) == rank
+        return super().static_bytes(rank) if is_kept else 0.0
+
     def gather_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of gathering features on all ranks of the loss."""
         return super().gather_s(self.program.cross_sample(loss.index))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
@@ -33,6 +33,7 @@ class Request:
         top: number of candidates to return, best first.
         budget_s: seconds for searches that are not exact.
         zero: least ZeRO stage of all modules, where a solver wants more than the workload.
+        solved: answers of other solvers to this request, by name, as far as they are known.
     """
 
     workload: Workload
@@ -44,6 +45,7 @@ class Request:
     top: int = 8
     budget_s: float = 1.0
     zero: int = 0
+    solved: Mapping[str, Solution] = field(default_factory=dict[str, "Solution"])
 
     def only_task(self, solver: str) -> TaskView:
         """The workload's task, for solvers of a single one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
@@ -75,7 +76,8 @@ def solutions_of(
     for solver, function in asked.items():
         progress(len(solutions) + len(refused), len(asked), f"searched, now {solver}")
         try:
-            solutions.append(function(request))
+            solved = {solution.solver: solution for solution in solutions}
+            solutions.append(function(replace(request, solved=solved)))
         except (InfeasibleError, NotApplicableError) as error:
             if solver in SOLVERS:
                 refused[solver] = error

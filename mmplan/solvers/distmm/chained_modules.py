@@ -49,10 +49,12 @@ CLIMBING_SHARE = 0.5
 ROWS_PER_DEVICES = 4
 # Changes of two modules that are valued exactly, the best by the estimate first; by hand.
 MOST_CHANGES = 48
-# Seconds on a quiet core: of extending a partial choice, of each of its options, of a change.
+# Seconds on a quiet core: of extending a partial choice, of each of its options, of a change, of
+# each pair of rows in a change where these are many.
 EXTEND_S = 1e-4
 OPTION_S = 3e-6
 CHANGE_S = 3e-3
+PAIR_S = 3.5e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,17 +195,19 @@ class ChainSearch:
             for a, b in pairs:
                 if budget.left_s <= kept_s:
                     return
-                budget.spend(CHANGE_S)
-                for other in self._changed(chosen, a, b):
+                for other in self._changed(chosen, a, b, budget):
                     self._keep(best, other, top)
                     if (now_s := self.value_s(other)) < value_s * (1 - 1e-9):
                         chosen, value_s, improved = other, now_s, True
 
-    def _changed(self, chosen: tuple[int, ...], a: int, b: int) -> list[tuple[int, ...]]:
+    def _changed(
+        self, chosen: tuple[int, ...], a: int, b: int, budget: SearchBudget
+    ) -> list[tuple[int, ...]]:
         """The best choices that differ in modules ``a`` and ``b`` only, but for waits."""
         others = sum(int(self._taken[m][o]) for m, o in enumerate(chosen) if m not in (a, b))
         spare = self._devices - others
         rows_a, rows_b = self._promising(chosen, a, spare), self._promising(chosen, b, spare)
+        budget.spend(max(CHANGE_S, PAIR_S * len(rows_a) * len(rows_b)))
         columns = [self._times[m][o][:, None, None] for m, o in enumerate(chosen)]
         columns[b] = self._times[b][rows_b].T[:, None, :]
         columns[a] = self._times[a][rows_a].T[:, :, None]

@@ -434,8 +434,9 @@ def _solution(
 
 def _of_one_task(request: Request) -> list[Candidate]:
     """The candidates of ``distmm`` for a single task, so that the plan is no worse."""
+    solution = request.solved.get("distmm")
     try:
-        solution = solve_distmm(replace(request, method=None))
+        solution = solution or solve_distmm(replace(request, method=None))
     except InfeasibleError:
         return []
     return [
