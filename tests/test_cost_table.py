@@ -42,7 +42,7 @@ def check_module(problem: Problem, module: str, rng: np.random.Generator) -> Non
     own, size, dp = costs.stages(cuts), np.array([1, 2, 5]), np.array([1, 2, 3])
     for tp in problem.costs.tp_options(task=problem.task.name, module=module):
         forward, backward = (own.shares @ x for x in costs.seconds(tp, size, dp))
-        held = costs.held_bytes(own.held[:, None], own.inputs[:, None], tp=tp, size=size)
+        held = costs.held_bytes(own.held[:, None], own.outputs[:, None], tp=tp, size=size)
         numbers = own.trained[:, None], own.frozen[:, None]
         fixed = {
             in_rounds: costs.parameter_bytes(*numbers, tp=tp, dp=dp, in_rounds=in_rounds)

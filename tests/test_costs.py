@@ -130,14 +130,14 @@ def test_recomputation_repeats_the_forward_of_what_a_gradient_passes() -> None:
         **WHERE, tp=1, samples=4, trainable=[(2, 4)], input_gradient=False, recompute="full"
     )
     assert again - plain == pytest.approx(5 * 0.7)
-    # Kept: the inputs of two blocks, 50 bytes a sample each, against 4 * 400 * 2/4.
+    # Kept: the outputs of two blocks, 50 and 7 bytes a sample, against 4 * 400 * 2/4.
     kept = costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4), recompute="full")
-    assert kept == 4 * 2 * 50
+    assert kept == 4 * (50 + 7)
     assert costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4)) == pytest.approx(800)
     # Two of four blocks: the second and the last.
     half = costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 4), recompute=2)
     assert half == pytest.approx(
-        4 * 50 + costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 3))
+        4 * 7 + costs.activation_bytes(**WHERE, tp=1, samples=4, blocks=(2, 3))
     )
 
 

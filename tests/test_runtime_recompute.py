@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from mmlaunch.comm.batches import tensors_of
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.execute.blocks import StageBlocks
+from mmlaunch.measure.memory import kept_bytes
 from mmlaunch.session.session import Session
+from mmplan.costs.cost_model import CostModel
 from mmplan.program.model import Stage
 from mmplan.schema.recompute import Recompute
 from mmplan.schema.workload import Workload
+from mmplan.zoo.decoder import llama
 from tests.matrix_cases import Case, small_case
 from tests.matrix_models import WIDTH
 from tests.programs import loss, make_plan, trained_as, unit
+from tests.solving import module_profile, profile
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
 
@@ -147,3 +153,29 @@ def test_blocks_save_only_their_inputs_where_they_run_again(
         name: case.k * (count + (again[name] if name in modules else 0))
         for name, count in blocks.items()
     }
+
+
+def test_what_recomputed_blocks_are_predicted_to_hold_is_held() -> None:
+    """The first one takes token ids, and the last one gives more than the others."""
+    samples, blocks = 4, llama(4, 64, heads=4, kv_heads=2, ffn=128, vocab=64, hidden=True)
+    ids, outputs = torch.randint(0, 64, (samples, 56)), list[float]()
+
+    def run() -> Any:
+        value: Any = (ids,)
+        for block in blocks:
+            output = checkpoint(block, *value, use_reentrant=False)
+            outputs.append(sum(t.nbytes for t in tensors_of(output)) / samples)
+            value = (output,)
+        return value[0]
+
+    held = kept_bytes(
+        run, [*blocks.parameters(), *blocks.buffers(), ids], torch.device("cpu"), False
+    )
+    module = module_profile(
+        blocks=4, block_boundary_bytes=outputs, output_bytes_per_sample=outputs[3]
+    )
+    costs = CostModel(profile({"m": module}, 1))
+    full = costs.activation_bytes(
+        task="default", module="m", tp=1, samples=samples, recompute="full"
+    )
+    assert full == pytest.approx(held, rel=1e-3)

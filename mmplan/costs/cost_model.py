@@ -88,7 +88,7 @@ class CostModel(LinkCosts):
         self._whole: dict[tuple[str, str, int, float], _Whole] = {}
         self._loss_fits: dict[str, LossFit] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
-        self._inputs: dict[tuple[str, str], list[float]] = {}
+        self._outputs: dict[tuple[str, str], list[float]] = {}
 
     # --- modules ---------------------------------------------------------------------
 
@@ -226,8 +226,9 @@ class CostModel(LinkCosts):
     ) -> float:
         """Bytes that one device holds of a micro-batch between its forward and backward.
 
-        A block that recomputes keeps its input only: the bytes of the cut before it, replicated on
-        every tensor-parallel rank, or shared out with sequence parallelism.
+        A block that recomputes keeps its output only, which is the next one's input: the bytes of
+        the cut after it, replicated on every tensor-parallel rank, or shared out with sequence
+        parallelism. The first input of a stage is data, or a message, and is counted there.
         """
         shares = self._module(task, module)
         blocks = blocks or (0, shares.profile.blocks)
@@ -235,22 +236,21 @@ class CostModel(LinkCosts):
         held = _between(shares.activations, blocks) - sum(
             _between(shares.activations, part) for part in again
         )
-        inputs = self._input_bytes(task, module)
+        outputs = self._output_bytes(task, module)
         sharers = tp if self.training.sequence_parallel else 1
         return (
             self._whole_cost(task, module, tp, samples).activation_bytes * held
-            + samples * sum(_between(inputs, part) for part in again) / sharers
+            + samples * sum(_between(outputs, part) for part in again) / sharers
         )
 
-    def _input_bytes(self, task: str, module: str) -> list[float]:
-        """Running sums of the blocks' input bytes per sample."""
+    def _output_bytes(self, task: str, module: str) -> list[float]:
+        """Running sums of the blocks' output bytes per sample."""
         key = task, module
-        if key not in self._inputs:
+        if key not in self._outputs:
             blocks = range(self.num_blocks(task=task, module=module))
-            cut = self.cut_bytes
-            sizes = (cut(task=task, module=module, after_block=max(b - 1, 0)) for b in blocks)
-            self._inputs[key] = list(itertools.accumulate(sizes, initial=0.0))
-        return self._inputs[key]
+            sizes = (self.cut_bytes(task=task, module=module, after_block=b) for b in blocks)
+            self._outputs[key] = list(itertools.accumulate(sizes, initial=0.0))
+        return self._outputs[key]
 
     def parameters(self, *, task: str, module: str, blocks: Blocks | None = None) -> float:
         """Number of parameters of a range of blocks (default: all)."""

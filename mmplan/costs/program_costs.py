@@ -402,7 +402,7 @@ class ProgramCosts:
         )
 
     def recomputed(self, stage: Stage) -> list[Blocks]:
-        """Those of a stage's blocks that a gradient passes and that keep their inputs only."""
+        """Those of a stage's blocks that a gradient passes and that run their forward again."""
         passed = passed_blocks(stage)
         blocks = self.costs.num_blocks(task=stage.task, module=stage.module)
         again = recomputed_blocks(self._recompute[stage.task, stage.module], blocks)

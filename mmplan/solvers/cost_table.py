@@ -37,7 +37,7 @@ class StageCosts:
         cuts: the stages.
         shares: [C, 5], columns above.
         held: [C], share of the module's activations that is held, of blocks that do not recompute.
-        inputs: [C], bytes per sample of the inputs of blocks that recompute.
+        outputs: [C], bytes per sample of the outputs of blocks that recompute.
         trained: [C], parameters that train; ``frozen`` the others.
         cut_bytes: [C], of the output of each stage, per sample.
     """
@@ -45,7 +45,7 @@ class StageCosts:
     cuts: tuple[Blocks, ...]
     shares: Floats
     held: Floats
-    inputs: Floats
+    outputs: Floats
     trained: Floats
     frozen: Floats
     cut_bytes: Floats
@@ -61,7 +61,7 @@ class ModuleCosts:
         passed: of each block, whether a gradient passes.
         trains: of each block, whether its weights train.
         losses: that the last block hosts.
-        recompute: of the module: how many blocks keep their inputs only.
+        recompute: of the module: how many blocks keep their outputs only.
         round_samples: of a round of the task.
         zero: ZeRO stage of its parameters.
 
@@ -107,13 +107,13 @@ class ModuleCosts:
                 [work, work * passed_L, work * trains_L, work * again_L, last_L], axis=1
             ),
             held=array(costs.activation_share) * (passed_L - again_L),
-            inputs=np.append(cut_bytes[:1], cut_bytes[:-1]) * again_L,
+            outputs=cut_bytes * again_L,
             trained=parameters * trains_L,
             frozen=parameters * (1 - trains_L),
             cut_bytes=cut_bytes,
         )
         own = self.blocks
-        columns = [own.shares, own.held, own.inputs, own.trained, own.frozen]
+        columns = [own.shares, own.held, own.outputs, own.trained, own.frozen]
         # A row of zeros after the last block, so that its end is a place too.
         self._per_block = np.pad(np.column_stack(columns), ((0, 1), (0, 0)))
 
@@ -135,12 +135,12 @@ class ModuleCosts:
         """Ranges of the module's blocks as stages."""
         # Sums from each range's start to its end, and from there on; every other one counts.
         sums = np.add.reduceat(self._per_block, np.array(cuts).ravel())[::2]
-        held, inputs, trained, frozen = sums[:, LOSSES + 1 :].T
+        held, outputs, trained, frozen = sums[:, LOSSES + 1 :].T
         return StageCosts(
             cuts=cuts,
             shares=sums[:, : LOSSES + 1],
             held=held,
-            inputs=inputs,
+            outputs=outputs,
             trained=trained,
             frozen=frozen,
             cut_bytes=self.blocks.cut_bytes[[stop - 1 for _, stop in cuts]],
@@ -195,7 +195,7 @@ class ModuleCosts:
     def held_bytes(
         self,
         held: Floats,
-        inputs: Floats,
+        outputs: Floats,
         *,
         tp: int | Ints,
         size: Ints | Floats,
@@ -205,7 +205,7 @@ class ModuleCosts:
 
         Args:
             held: share of the module's activations, of blocks that do not recompute.
-            inputs: bytes per sample of the others' inputs.
+            outputs: bytes per sample of the others' outputs.
             tp: of the stages.
             size: samples of the micro-batch.
             activation: :meth:`activation_bytes`, where there are several ``tp``.
@@ -213,7 +213,7 @@ class ModuleCosts:
         if activation is None:
             activation = self.activation_bytes(int(tp), size)
         sharers = tp if self._costs.training.sequence_parallel else 1
-        return held * activation + inputs * size / sharers
+        return held * activation + outputs * size / sharers
 
     def parameter_bytes(
         self,

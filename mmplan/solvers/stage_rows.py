@@ -19,7 +19,7 @@ from mmplan.solvers.messages import bytes_beside, stage_messages
 from mmplan.solvers.problem import Blocks, Problem
 
 # Columns of a position's bytes at tp 1: parameters that train and others, share of the activations
-# held, block inputs held (recomputation), messages carried, all three again times the micro-batches
+# held, outputs held of recomputed blocks, messages carried, all three again times the micro-batches
 # that the stages after it have first; those stages; messages to wait for
 # (:class:`mmplan.solvers.messages.StageMessages`); communicators: always, and what tp, dp, and both
 # together add; and what a group of micro-batches that is longer than pp by one adds to those held.
@@ -69,7 +69,7 @@ def stage_rows(
     messages = [stage_messages(problem, module, cut, placed or {}) for cut in cuts]
     per_chunk = np.zeros((count, NUM_COLUMNS))
     per_chunk[:, TRAINED_NUMBERS], per_chunk[:, FROZEN_NUMBERS] = own.trained, own.frozen
-    held = np.stack([own.held, own.inputs, [each.carried for each in messages]], axis=1)
+    held = np.stack([own.held, own.outputs, [each.carried for each in messages]], axis=1)
     per_chunk[:, HELD : CARRIED + 1] = held
     per_chunk[:, HELD_AHEAD : CARRIED_AHEAD + 1] = held * ONE_F_ONE_B.in_flight(1, after[:, None])
     waits = [(each.returned, each.received, each.kept) for each in messages]
@@ -162,8 +162,8 @@ class StageBytes:
             first: column: ``HELD_AHEAD`` for all that 1F1B has in flight for the module's own
                 stages, ``HELD_LONGER`` for what a longer group adds to those.
         """
-        held, inputs, carried = self._columns[first : first + 3]
-        own = self._costs.held_bytes(held, inputs, tp=tp, size=size, activation=activation)
+        held, outputs, carried = self._columns[first : first + 3]
+        own = self._costs.held_bytes(held, outputs, tp=tp, size=size, activation=activation)
         return own + carried * size
 
     def bytes_beside(self, size: Ints | Floats, steps: int | Ints) -> Floats:

@@ -214,7 +214,7 @@ class LayoutEstimates:
         count = -(-max(share, 1) // choice.size)
         each = costs.held_bytes(
             own.held,
-            own.inputs,
+            own.outputs,
             tp=tp,
             size=np.array(max(1, share // count) / (choice.tp // choice.shards)),
         ).reshape(choice.vpp, pp)

@@ -175,7 +175,7 @@ class _ColocationSearch:
         # Most modules have the same ranks, and no messages.
         costs = problem.module_costs(module)
         whole = costs.stages(((0, problem.blocks(module)),))
-        held = costs.held_bytes(whole.held, whole.inputs, tp=tp, size=size)
+        held = costs.held_bytes(whole.held, whole.outputs, tp=tp, size=size)
         flight = POLICIES[_kind(problem)].held_of_step(count, problem.rounds, 0)
         num_bytes = stages.bytes.fixed_bytes(tp, dp)[0] + held * flight
         shares: dict[int, list[_ModuleShare]] = {}

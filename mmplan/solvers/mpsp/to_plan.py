@@ -44,7 +44,7 @@ class BlockMemory:
         """Activations of a micro-batch, and the messages that it carries."""
         costs, sizes = self._problems[op.task].module_costs(op.module), np.array([size])
         own = costs.stages((blocks,))
-        held = costs.held_bytes(own.held, own.inputs, tp=tp, size=sizes)
+        held = costs.held_bytes(own.held, own.outputs, tp=tp, size=sizes)
         return float(held[0]) + size * self.messages(op, blocks).carried
 
     def _compute_messages(self, op: MetaOp, blocks: Blocks) -> StageMessages:
