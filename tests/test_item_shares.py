@@ -101,7 +101,14 @@ CASES: dict[str, tuple[list[UnitSpec], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Some of the cases quickly; the rest come with `make test-all`.
+_QUICK = ("one sample", "the consumer on the same ranks", "gradients of the input")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_steps_and_a_reload_equal_one_process(name: str) -> None:
     units, options = CASES[name]
     plan, workload = made(units, **options)
