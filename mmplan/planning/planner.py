@@ -462,10 +462,12 @@ class _CandidatePlans:
             with suppress(InvalidInputError):
                 left = budget.left_s * INSTRUCTIONS_PER_S
                 plan, needed = self._with_bytes(self._plan(solution, candidate), most=left)
-            is_refused = needed > self._memory_bytes
-            price = REFUSED_PRICE if is_refused else 1.0
+            is_simulated = plan is not None and plan.predicted.iteration_s > 0
+            fits = needed <= self._memory_bytes
+            # Others were lowered only; those that are too large, for more than a small one takes.
+            price = 1.0 if is_simulated or fits else REFUSED_PRICE
             budget.spend(price * (self._effort - before) / INSTRUCTIONS_PER_S)
-            return None if is_refused or not plan or not plan.predicted.iteration_s else plan
+            return plan if is_simulated and fits else None
 
         return NeighbourSearch(
             self._request,

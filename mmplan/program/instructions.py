@@ -29,6 +29,9 @@ class Op(StrEnum):
     REDUCE = "REDUCE"
     STEP = "STEP"
 
+    # An enum's own one is written in Python; programs ask millions of times.
+    __hash__ = str.__hash__
+
 
 # What a rank does in an instruction, as people say it.
 KIND_OF = {

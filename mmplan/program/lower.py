@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from mmplan.errors import InvalidInputError
@@ -123,6 +124,10 @@ def _add_stages(graph: Graph, plan: Plan, name: str, task: PlannedTask) -> dict[
     return last
 
 
+# Of a unit's chunks the same, so that they are one object: compared at once.
+_numbered = lru_cache(maxsize=64)(number_samples)
+
+
 def _stage(index: int, plan: Plan, unit: Unit, chunk: int) -> Stage:
     task = plan.tasks[unit.task]
     planned = task.modules[unit.module]
@@ -138,7 +143,7 @@ def _stage(index: int, plan: Plan, unit: Unit, chunk: int) -> Stage:
         trainable=tuple(trainable_ranges(unit.blocks[chunk], planned.frozen)),
         tp=unit.tp,
         ranks=unit.grid.stage(position),
-        microbatches=number_samples(unit.microbatches, task.batch),
+        microbatches=_numbered(unit.microbatches, task.batch),
         rounds=tuple(map(len, unit.microbatches)),
         inputs=(),
         hosted=(),

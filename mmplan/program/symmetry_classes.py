@@ -184,6 +184,10 @@ def _components(plan: Plan, graph: Graph) -> list[Component]:
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
         if source.unit == target.unit:
             continue
+        if source.microbatches == target.microbatches and source.rounds == target.rounds:
+            for d in range(source.dp):
+                joined.join((position[source.unit], d), (position[target.unit], d))
+            continue
         index = RangeIndex(_one_round(source))
         for d2, spans in enumerate(_one_round(target)):
             for d in {d for span in spans for _, d, _ in index.overlapping(span)}:

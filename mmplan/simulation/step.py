@@ -303,10 +303,14 @@ def _seconds(
 def peak_bytes(program: Program, costs: ProgramCosts) -> tuple[float, ...]:
     """The planned memory of each rank at its peak, as it stands in a plan's ``memory_bytes``."""
     under_way = MessagesUnderWay(program)
+
+    def active_bytes(rank: int) -> float:
+        if not program.instructions[rank]:
+            return 0.0
+        return max(accumulate(_changes(program, costs, rank, under_way), initial=0.0))
+
     return tuple(
-        costs.static_bytes(rank)
-        + costs.communicator_bytes(rank)
-        + max(accumulate(_changes(program, costs, rank, under_way), initial=0.0))
+        costs.static_bytes(rank) + costs.communicator_bytes(rank) + active_bytes(rank)
         for rank in range(program.num_ranks)
     )
 

@@ -56,10 +56,17 @@ class Handover:
 
 def edge_links(stages: Sequence[Stage], edge: Edge) -> list[Handover]:
     """Every non-empty intersection of a producer's and a consumer's micro-batch."""
-    index = RangeIndex(stages[edge.producer].microbatches)
+    producers, consumers = (stages[i].microbatches for i in (edge.producer, edge.consumer))
+    if producers == consumers:
+        return [
+            Handover(d, mb, d, mb, span)
+            for d, spans in enumerate(producers)
+            for mb, span in enumerate(spans)
+        ]
+    index = RangeIndex(producers)
     return [
         Handover(d, mb, d2, mb2, span)
-        for d2, spans in enumerate(stages[edge.consumer].microbatches)
+        for d2, spans in enumerate(consumers)
         for mb2, wanted in enumerate(spans)
         for span, d, mb in index.overlapping(wanted)
     ]

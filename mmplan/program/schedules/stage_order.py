@@ -55,7 +55,11 @@ def order_stage(
     for d, spans in enumerate(stage.microbatches):
         before = policy.forwards_before(spans, stage.rounds[d], sync_batches, schedule.sync_lead)
         for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
-            needed = _needed_by(spans, consumer, others, consumer_before, lead)
+            if stage.microbatches == consumer.microbatches:
+                own = enumerate(consumer_before[d])
+                needed = [min(max(m + 1, first + lead), len(spans)) for m, first in own]
+            else:
+                needed = _needed_by(spans, consumer, others, consumer_before, lead)
             before = list(map(max, before, needed))
         for needed in reaching:
             before = list(map(max, before, needed[d]))
@@ -69,9 +73,10 @@ def forwards_that_reach(
     """``[d][m]``: forwards that send all that the consumer's frontier at backward m is about."""
     result: list[list[int]] = []
     others = RangeIndex(consumer.microbatches)
-    for spans in stage.microbatches:
+    alike = stage.microbatches == consumer.microbatches
+    for d, spans in enumerate(stage.microbatches):
         starts = [start for start, _ in spans]
-        reached = _frontier_of(spans, others, frontier)
+        reached = frontier[d] if alike else _frontier_of(spans, others, frontier)
         result.append([bisect_left(starts, samples) for samples in reached])
     return result
 
@@ -103,9 +108,10 @@ def sample_frontier(
             for m, (_, stop) in enumerate(spans):
                 row[m] = max(row[m], reached[(stop - 1) // size])
     for consumer, frontier in consumers:
+        alike = stage.microbatches == consumer.microbatches
         others = RangeIndex(consumer.microbatches)
-        for spans, row in zip(stage.microbatches, result, strict=True):
-            reached = _frontier_of(spans, others, frontier)
+        for d, (spans, row) in enumerate(zip(stage.microbatches, result, strict=True)):
+            reached = frontier[d] if alike else _frontier_of(spans, others, frontier)
             row[:] = map(max, row, reached)
     # A sample leaves this stage with its whole micro-batch, on whichever replica that is.
     pieces = sorted(span for spans in stage.microbatches for span in spans)

@@ -8,14 +8,13 @@ that applies (losses per sample), else as under ``distmm``; what it cannot use s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import Pipelines
-from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Group, Options, best_plans
+from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
 from mmplan.solvers.convex.solver import candidates_of
 from mmplan.solvers.distmm.solver import METHODS, best_candidates, check_feasible, make_options
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
@@ -136,36 +135,23 @@ def _pipelines_of(
     problem: Problem, shares: Mapping[str, int], top: int, *, interleaved: bool
 ) -> tuple[list[Candidate], float]:
     """The ``top`` best plans that can be placed, and a bound; nothing where there is none."""
-    pipelines = Pipelines(problem, interleaved=interleaved)
-    most = [shares[module] for module in pipelines.modules]
-    groups = [_within(group, most) for group in pipelines.groups()]
-    found = _best(pipelines, groups, 2 * top)
+    pipelines = Pipelines(problem, interleaved=interleaved, shares=shares)
+    found = _best(pipelines, 2 * top)
     candidates = list(islice(candidates_of(pipelines, found), top))
     if not candidates:
         return [], np.inf
     return candidates, min(found[0].value_s, candidates[0].objective_s)
 
 
-def _best(pipelines: Pipelines, groups: Sequence[Group], top: int) -> list[FormulaPlan]:
-    return best_plans(groups, pipelines.edges, devices=pipelines.problem.devices, top=top)
-
-
-def _within(group: Group, most: Sequence[int]) -> Group:
-    """The group without the options that take more than a module's share."""
-
-    def build() -> Sequence[Options]:
-        return [
-            replace(own, depth_limit=np.where(own.devices <= limit, own.depth_limit, -1))
-            for own, limit in zip(group.build(), most, strict=True)
-        ]
-
-    return replace(group, build=build)
+def _best(pipelines: Pipelines, top: int) -> list[FormulaPlan]:
+    devices = pipelines.problem.devices
+    return best_plans(pipelines.groups(), pipelines.edges, devices=devices, top=top)
 
 
 def _shares_too_small(problem: Problem, shares: Mapping[str, int]) -> InfeasibleError:
     """What the optimum with free shares takes, if there is any plan at all."""
     pipelines = Pipelines(problem)
-    free = list(candidates_of(pipelines, _best(pipelines, pipelines.groups(), 1)))
+    free = list(candidates_of(pipelines, _best(pipelines, 1)))
     if not free:
         return InfeasibleError(
             f"no plan fits {counted(problem.devices, 'device')}, whatever the shares "

@@ -9,7 +9,7 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,6 +63,7 @@ class Pipelines:
         microbatches: of the backbone, where its plan has none; default all that may matter.
         interleaved: whether the backbone may have vpp > 1.
         divisible: only replicas that divide the batch, and the backbone's samples a step.
+        shares: devices that each module may take; default all that the others leave.
 
     Attributes:
         modules: in the task's order, producers first.
@@ -83,6 +84,7 @@ class Pipelines:
         microbatches: Sequence[int] | None = None,
         interleaved: bool = True,
         divisible: bool = False,
+        shares: Mapping[str, int] | None = None,
     ) -> None:
         self.problem = problem
         self.modules = problem.task.modules
@@ -103,6 +105,9 @@ class Pipelines:
         ]
         self.depths_after = longest_after([1] * len(self.modules), self.edges)
         self._microbatches, self._divisible = microbatches, divisible
+        # Each other module takes one at least.
+        left = problem.devices - len(self.modules) + 1
+        self.most = [shares[module] if shares else left for module in self.modules]
         self.frames: list[BackboneShape] = []
         for tables in self.tables:
             vpp = tables.pins.vpp
@@ -138,18 +143,16 @@ class Pipelines:
 
     def tables_of(self, frame: BackboneShape) -> list[Table]:
         """The options of every module in a group, and what they mean."""
-        # Each other module takes one at least.
-        most = self.problem.devices - len(self.tables) + 1
         return [
             own.table(*self.replicas(k, frame), steps=frame.steps, fewest=frame.fewest, most=most)
-            for k, own in enumerate(self.tables)
+            for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
         ]
 
     def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
         """(dp, largest micro-batch) that one module may have in a group."""
         if self.tables[k].backbone:
             return np.array([frame.replicas]), np.array([frame.microbatch])
-        dp, size = self.tables[k].replicas(frame.samples, frame.steps)
+        dp, size = self.tables[k].replicas(frame.samples, frame.steps, self.most[k])
         if self._divisible:
             whole = frame.samples % dp == 0
             dp, size = dp[whole], size[whole]
@@ -165,7 +168,7 @@ class Pipelines:
     def _frames(self, microbatch: int) -> Iterator[BackboneShape]:
         batch, own = self.problem.task.batch, self.tables[self.backbone]
         samples = -(-batch // microbatch)
-        most = min(samples, self.problem.devices // min(own.tps, default=1))
+        most = min(samples, self.most[self.backbone] // min(own.tps, default=1))
         others = [t for t in self.tables if not t.backbone]
         pinned = any(t.pins.dp or t.pins.microbatch for t in others)
         sharded = any(map(self.problem.zero_of, self.problem.task.modules))
@@ -250,7 +253,7 @@ class _Bounds:
         samples_G = np.array([frame.samples for frame in frames])
         fewest_G = np.array([frame.fewest for frame in frames])
         size = np.array([frames[0].microbatch])
-        rows = own.rows(dp_G, devices - self._fewest)
+        rows = own.rows(dp_G, min(devices - self._fewest, self._pipelines.most[self._k]))
         depth_limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
         fits = depth_limit >= self._after[self._k]
         rows = OptionRows(*(column[fits] for column in rows))

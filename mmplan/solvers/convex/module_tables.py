@@ -431,13 +431,13 @@ class ModuleTables:
 
     # --- replicas -----------------------------------------------------------------------
 
-    def replicas(self, samples: int, steps: int) -> tuple[Ints, Ints]:
+    def replicas(self, samples: int, steps: int, devices: int) -> tuple[Ints, Ints]:
         """(dp, micro-batch size) worth trying for the samples of one step of the pipeline.
 
         Of the numbers that leave the slowest replica the same micro-batch the smallest is
         kept; under ZeRO-1 also those where more fits.
         """
-        most = min(samples, self.problem.devices // min(self.tps))
+        most = min(samples, devices // min(self.tps))
         if self.pins.dp is not None:
             dp = np.array(
                 [n for n in range(1, most + 1) if self.pins.allows("dp", n)], dtype=np.int64
@@ -446,17 +446,17 @@ class ModuleTables:
             dp = smallest_divisors(samples)
             dp = dp[dp <= most]
             if self.problem.zero_of(self.module):
-                dp = self._with_less_state(dp, samples, most, steps)
+                dp = self._with_less_state(dp, samples, most, steps, devices)
         size = -(-samples // np.maximum(dp, 1))
         if self.pins.microbatch is not None:
             keep = np.array([self.pins.allows("microbatch", int(b)) for b in size], dtype=np.bool_)
             dp, size = dp[keep], size[keep]
         return dp, size
 
-    def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int) -> Ints:
+    def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int, devices: int) -> Ints:
         last = np.append(dp[1:] - 1, most) if len(dp) else dp
         size = -(-samples // np.maximum(dp, 1))
-        rows = self.rows(dp, self.problem.devices)
+        rows = self.rows(dp, devices)
         ends = rows, rows._replace(dp=last[rows.b])
         low, high = (self.depth_limit(end, size, steps) for end in ends)
         grows = np.unique(rows.b[low != high]).tolist()
