@@ -395,7 +395,7 @@ def test_the_checker_imports_a_yaml_reader_and_nothing_of_the_project() -> None:
         )
     }
     assert {name.split(".")[0] for name in modules} <= {*sys.stdlib_module_names, "ruamel"}
-    assert len(set(_lines_of_code(text))) < 455
+    assert len(set(_lines_of_code(text))) < 460
 
 
 # ---- at a run ----

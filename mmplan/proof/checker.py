@@ -231,8 +231,7 @@ class _Checker:
         common = self.plan.get("training", {}).get("zero", 0)
         for i, stage in enumerate(self.stages):
             cut = any("rounds" in own and self._adding(k, [i]) for k, own in enumerate(self.sums))
-            own = self.units[stage["unit"]].get("zero")
-            zero = common if own is None else own
+            zero = self.units[stage["unit"]].get("zero", common)
             gathers = cut and zero == 3 and len(stage["ranks"][0]) == 1
             yield from _unequal(f"stages.{i}.gathers", stage.get("gathers", False), gathers)
         planned = [m for task in self.plan["tasks"].values() for m in task["modules"].items()]
@@ -257,10 +256,9 @@ class _Checker:
 
     def _holders(self, stage: _Parsed) -> Iterator[tuple[int, ...]]:
         """The groups of ranks of which each has all gradients of its samples."""
-        if self.units[stage["unit"]].get("items"):
-            yield from ((rank,) for group in stage["ranks"] for rank in group)
-        else:
-            yield from map(tuple, stage["ranks"])
+        ways = [*map(tuple, stage["ranks"])]
+        shares_items = self.units[stage["unit"]].get("items")
+        return iter([(rank,) for group in ways for rank in group] if shares_items else ways)
 
     def ranks_are_alike(self) -> Iterator[str]:
         """Every rank's place, and what it exchanges there, is its representative's."""
