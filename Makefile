@@ -51,6 +51,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_emulation.py
 	$(BIN)/python benchmarks/bench_simulator.py
 	$(BIN)/python benchmarks/bench_published.py
+	$(BIN)/python benchmarks/bench_mfu.py
 	$(BIN)/python benchmarks/bench_proof.py
 	$(BIN)/python benchmarks/bench_restart.py
 	$(BIN)/python benchmarks/bench_save.py
