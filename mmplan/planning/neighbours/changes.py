@@ -262,6 +262,9 @@ class LayoutChanges:
     def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """The same degrees and sizes on the same devices, run in another way."""
         yield from self._cut_less(layout)
+        # Its sums may take less time, whatever the memory.
+        if (further := min(layout.zero) + 1) <= self._estimates.most_zero(layout):
+            yield layout.cut_further(further)
         yield from self._other_backwards(layout)
         if self._has_rounds:
             yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
