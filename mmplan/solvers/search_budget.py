@@ -7,7 +7,7 @@ a disadvantage. So a search pays for its steps at the prices of a quiet core.
 from __future__ import annotations
 
 # Changes of the solvers' plans are simulated for at most this many search budgets.
-NEIGHBOUR_BUDGETS = 2
+NEIGHBOUR_BUDGETS = 2.5
 
 
 class SearchBudget:

@@ -4,9 +4,10 @@ A *layout* is what such a change acts on: of each unit its degrees, micro-batch 
 units share devices, and how the whole runs: backwards, order, ZeRO stage. The search starts from
 the layouts of the solvers' best plans. It tries those first of which an estimate promises most, and
 goes on from each that is about as good as the best so far: by one change, then by two. Where memory
-refuses a layout, the next ZeRO stage is tried. Last come *small* layouts, whose units share all
+refuses a layout, the next ZeRO stage is tried. Then come *small* layouts, whose units share all
 devices in many parts: changes may lead to them only by way of what does not fit. The search begins
-with these where no solver has a plan that fits.
+with these where no solver has a plan that fits. At the end the best layout's changes are tried once
+more where devices are shared, with forwards first: many take twice as long in its own order.
 
 A layout whose busiest device alone takes as long as the best plan's step is not simulated.
 """
@@ -26,7 +27,7 @@ from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
 from mmplan.planning.unit_schedules import SHORTER
 from mmplan.schema.base import ZeroStage
-from mmplan.schema.plan import Order, Plan
+from mmplan.schema.plan import Order, OrderRule, Plan
 from mmplan.solvers.problem import Candidate, Request
 from mmplan.solvers.search_budget import SearchBudget
 
@@ -38,6 +39,9 @@ _NEAR = 1.02
 _PATIENCE = 12
 # The search ends after so many layouts in a row that gained nothing.
 _GIVE_UP = 100
+# On shared devices changes are tried in this order at the end, with this share of the budget.
+_EAGER: OrderRule = "forward-first"
+_EAGER_SHARE = 0.2
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
@@ -108,7 +112,16 @@ class NeighbourSearch:
         first = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
-        while self._goes_on(best.plan, in_vain):
+        best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
+        while True:
+            is_over = not self._goes_on(best.plan, in_vain) or self._budget.left_s < eager_s
+            if is_over and best_layout and eager_s:
+                eager_s, in_vain = 0.0, 0
+                self._heap.clear()
+                self._factors.clear()
+                self._push(self._eager(best_layout), best_layout, best.plan, best.start, math.inf)
+            if not self._goes_on(best.plan, in_vain):
+                break
             if around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
@@ -141,7 +154,7 @@ class NeighbourSearch:
             )
             if _merit(plan) < _merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
-                around, in_vain = layout, 0
+                around, best_layout, in_vain = layout, layout, 0
             step_s = rounded(plan.predicted.iteration_s)
             is_near = step_s <= _NEAR * best.plan.predicted.iteration_s
             if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
@@ -170,6 +183,12 @@ class NeighbourSearch:
                 held = self._estimates.least_bytes(other)
                 heapq.heappush(heap, (held, next(self._numbers), other))
         return None
+
+    def _eager(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Changes in another order: what is good about them may not be seen in the usual one."""
+        for other in (layout, *self._changes.neighbours(layout)):
+            if any(len(group) > 1 for group in other.groups):
+                yield replace(other, rule=_EAGER)
 
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""
