@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mmplan.costs.cost_model import CostModel
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.planning import planner
 from mmplan.planning.neighbours.changes import LayoutChanges
 from mmplan.planning.neighbours.estimates import LayoutEstimates
@@ -38,6 +38,7 @@ from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.simulation.symmetry import predict
 from mmplan.solvers.partitioner import allowed_tensor_degrees
 from mmplan.solvers.problem import Request
+from mmplan.solvers.registry import BASELINES, SOLVERS
 from mmplan.solvers.search_budget import SearchBudget
 from tests.solving import module_profile, profile, run_solve, workload
 
@@ -293,18 +294,28 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
     assert tried
 
 
-def plan_text(folder: Path, seed: int) -> str:
-    plan = run_solve(folder, *small_job(seed))
-    report = plan.solver.model_copy(update={"seconds": 0.0})
-    return plan.model_copy(update={"solver": report}).model_dump_json()
+def plans(folder: Path, solver: str) -> list[str]:
+    """A solver's plan for each of some jobs, or why there is none."""
+    found: list[str] = []
+    for seed in range(4, 10):
+        try:
+            plan = run_solve(folder, *small_job(seed), solver=solver)
+        except MMPlanError as error:
+            found.append(error.message)
+            continue
+        report = plan.solver.model_copy(update={"seconds": 0.0})
+        found.append(plan.model_copy(update={"solver": report}).model_dump_json())
+    return found
 
 
 @pytest.mark.slow
-def test_a_busy_machine_finds_the_same_plan(tmp_path: Path) -> None:
-    quiet = plan_text(tmp_path, 7)
+@pytest.mark.parametrize("solver", ["auto", *SOLVERS, *BASELINES])
+def test_a_busy_machine_finds_the_same_plan(tmp_path: Path, solver: str) -> None:
+    quiet = plans(tmp_path, solver)
+    assert any(text.startswith("{") for text in quiet)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
     try:
-        assert plan_text(tmp_path, 7) == quiet
+        assert plans(tmp_path, solver) == quiet
     finally:
         for process in busy:
             process.kill()
