@@ -70,6 +70,18 @@ class _Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    """A node that is drawn, for itself and those ``alike``; ``ranks`` are its own."""
+
+    alike: tuple[int, ...]
+    ranks: range
+
+    @property
+    def name(self) -> str:
+        return f"{'nodes' if len(self.alike) > 1 else 'node'} {fmt.ranks(self.alike)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     """Sizes in CSS pixels; columns are devices per row of a node."""
 
@@ -104,12 +116,15 @@ def topology_section(data: ReportData) -> str:
 
 def topology_picture(plan: Plan) -> str:
     """The units of every device, node by node."""
-    shown = min(plan.devices, _MOST_DEVICES)
     assignments = _assignments(plan)
+    nodes = _nodes(plan, assignments)
+    shown = nodes[: max(1, _MOST_DEVICES // plan.cluster.devices_per_node)]
     drawn = _drawing(plan, assignments, shown)
     caption = markup.esc(_links(plan))
-    if shown < plan.devices:
-        caption += markup.esc(f" The first {shown:,} of {plan.devices:,} devices are drawn.")
+    if any(len(node.alike) > 1 for node in nodes):
+        caption += " Of nodes whose devices hold the same stages one is drawn."
+    if len(shown) < len(nodes):
+        caption += markup.esc(f" The first {len(shown):,} of {len(nodes):,} nodes are drawn.")
     figure = markup.figure(drawn, label="Plan on the cluster, device by device", caption=caption)
     return _unit_legend(plan, assignments) + figure
 
@@ -166,22 +181,34 @@ def _links(plan: Plan) -> str:
     return text
 
 
-def _drawing(plan: Plan, assignments: dict[int, list[_Assignment]], shown: int) -> str:
-    per_node = plan.cluster.devices_per_node
-    nodes = [range(a, min(a + per_node, shown)) for a in range(0, shown, per_node)]
-    layout = _layout(plan, assignments, max(map(len, nodes)))
+def _nodes(plan: Plan, assignments: dict[int, list[_Assignment]]) -> list[_Node]:
+    """The nodes to draw, in order: each, or on a large cluster one of those that hold the same."""
+    per_node, alike = plan.cluster.devices_per_node, defaultdict[object, list[int]](list)
+    ranks = [
+        range(start, min(start + per_node, plan.devices))
+        for start in range(0, plan.devices, per_node)
+    ]
+    for number, node in enumerate(ranks):
+        held = tuple(tuple((a.index, a.stage) for a in assignments.get(rank, [])) for rank in node)
+        alike[held if plan.devices > _DETAILED_DEVICES else number].append(number)
+    return [_Node(alike=tuple(same), ranks=ranks[same[0]]) for same in alike.values()]
+
+
+def _drawing(plan: Plan, assignments: dict[int, list[_Assignment]], nodes: Sequence[_Node]) -> str:
+    layout = _layout(plan, assignments, max(len(node.ranks) for node in nodes))
     across = max(1, int((_PAGE_WIDTH + _MARGIN) // (layout.node_width + _MARGIN)))
     drawn: list[str] = []
-    for i, ranks in enumerate(nodes):
+    for i, node in enumerate(nodes):
         x = (i % across) * (layout.node_width + _MARGIN) + 1
         y = (i // across) * (layout.node_height + _MARGIN) + 1
-        drawn.append(_node(plan, assignments, layout, (i, ranks), x, y))
+        drawn.append(_node(plan, assignments, layout, node, x, y))
     num_rows = -(-len(nodes) // across)
     return markup.svg(
         _HATCH + "".join(drawn),
         width=min(across, len(nodes)) * (layout.node_width + _MARGIN),
         height=num_rows * (layout.node_height + _MARGIN),
-        label=f"{counted(len(nodes), 'node')} with {counted(shown, 'device')}; "
+        label=f"{counted(sum(len(node.alike) for node in nodes), 'node')} with "
+        f"{counted(sum(len(node.alike) * len(node.ranks) for node in nodes), 'device')}; "
         "the table of units says the same",
         class_="topology",
     )
@@ -213,20 +240,26 @@ def _node(
     plan: Plan,
     assignments: dict[int, list[_Assignment]],
     layout: _Layout,
-    node: tuple[int, range],
+    node: _Node,
     x: float,
     y: float,
 ) -> str:
-    number, ranks = node
     kind = "processes of one machine" if plan.cluster.device.is_cpu else "devices"
     drawn = [
         markup.element(
             "rect", width=layout.node_width, height=layout.node_height, rx=8, class_="node"
         ),
-        markup.text("text", f"node {number}: {len(ranks)} {kind}", x=_MARGIN, y=18, class_="small"),
+        markup.text("title", node.name),
+        markup.text(
+            "text",
+            fmt.shortened(f"{node.name}: {len(node.ranks)} {kind}", int(layout.node_width / 7)),
+            x=_MARGIN,
+            y=18,
+            class_="small",
+        ),
     ]
     detailed = plan.devices <= _DETAILED_DEVICES
-    for i, rank in enumerate(ranks):
+    for i, rank in enumerate(node.ranks):
         left = _MARGIN + (i % layout.columns) * layout.cell_width
         top = _MARGIN + 16 + (i // layout.columns) * layout.cell_height
         cell = _cell(rank, assignments.get(rank, []), layout, detailed=detailed)
