@@ -50,3 +50,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and gathers of this process take many buckets; those of a launch take one."""
+    from mmlaunch.execute import gradient_buckets
+    from tests.zero_cases import BUCKET_BYTES
+
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)

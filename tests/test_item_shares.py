@@ -13,7 +13,6 @@ import torch
 from mmlaunch.comm.strict import StrictWorld
 from mmlaunch.execute.item_shares import ItemShares
 from mmlaunch.measure.memory import kept_bytes
-from mmlaunch.session.verify import compare
 from mmplan.errors import MMPlanError
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
@@ -26,14 +25,13 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from mmplan.simulation.predict import costs_of
-from tests.gloo_entries import gradients_and_resume
-from tests.launching import launched
+from tests.launching import check_over_gloo
 from tests.matrix_models import WIDTH, rows
 from tests.programs import UnitSpec, loss, make_plan, trained_as, unit
 from tests.proofs import certified, faults_of
 from tests.solving import module_profile, profile, run_solve
 from tests.solving import workload as planned_workload
-from tests.verification import HERE, make_workload, verify_in_process, verify_steps
+from tests.verification import make_workload, verify_in_process, verify_steps
 
 ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
 
@@ -142,18 +140,7 @@ def test_each_rank_runs_its_own_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
-    plan, workload = made(pair(same=True), zero=1)
-    found = launched(
-        gradients_and_resume,
-        ([(plan, workload)], tmp_path / "checkpoints"),
-        num_ranks=plan.devices,
-        run_dir=tmp_path / "run",
-        timeout_s=90.0,
-    )
-    verdict = compare(workload, HERE, compile_plan(plan), [own[0] for own, _ in found])
-    assert not verdict.differences, verdict.differences[:5]
-    for _, report in found:
-        assert report["losses"][0] == report["losses"][1]
+    check_over_gloo([made(pair(same=True), zero=1)], tmp_path)
 
 
 # --- faults ----------------------------------------------------------------------------

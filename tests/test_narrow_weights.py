@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
-from mmlaunch.execute import gradient_buckets
 from mmlaunch.execute.gradient_buckets import FlatShards, whole_slice
 from mmlaunch.model.precision import matrix_names, widen_rows
 from mmlaunch.session.session import Session
@@ -37,10 +36,7 @@ ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.
 TP_2_AND_1 = "3 ranks: tp 2 and tp 1"
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums take many buckets."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def _changed(workload: Workload, **train: Any) -> Workload:

@@ -21,18 +21,15 @@ from mmlaunch.execute import compiled_blocks
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.session.session import Session
-from mmlaunch.session.verify import LocalGradients, compare
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.measure import measure_profile
-from mmplan.program.compile import compile_plan
 from mmplan.proof.row_cuts import RowCuts
 from mmplan.proof.tp_states import tp_states
 from mmplan.schema.agreement import check_profiled
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.zoo import decoder, towers
-from tests.gloo_entries import gradients_and_resume
-from tests.launching import launched
+from tests.launching import check_over_gloo
 from tests.mllm_cases import MllmCase
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.row_texts import TextCase
@@ -282,19 +279,8 @@ def test_a_profile_of_the_other_kind_is_refused(made: bool) -> None:
 @pytest.mark.timeout(600)
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
     cases = [TextCase(tp=2, pp=2, ragged=True), TextCase(model="qwen3", tp=4)]
-    found = launched(
-        gradients_and_resume,
-        ([(case.plan(), case.workload()) for case in cases], tmp_path / "checkpoints"),
-        num_ranks=4,
-        run_dir=tmp_path / "run",
-        timeout_s=500.0,
-    )
-    for number, case in enumerate(cases):
-        ranks: list[LocalGradients] = [gradients[number] for gradients, _ in found]
-        verdict = compare(case.workload(), HERE, compile_plan(case.plan()), ranks)
-        assert not verdict.differences, verdict.differences[:5]
-    for _, resumed in found:
-        assert resumed["losses"][0] == resumed["losses"][1]
+    made = [(case.plan(), case.workload()) for case in cases]
+    check_over_gloo(made, tmp_path, timeout_s=500.0)
 
 
 @pytest.mark.slow

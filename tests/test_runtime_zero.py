@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute import gradient_buckets
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError
@@ -27,10 +26,7 @@ from tests.verification import HERE, make_workload, verify_in_process
 ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums in this process take many buckets; the processes of some tests take one."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def _workload(case: Case, **train: Any) -> Workload:

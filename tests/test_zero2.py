@@ -10,7 +10,6 @@ import pytest
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
-from mmlaunch.execute import gradient_buckets
 from mmlaunch.execute.gradient_buckets import FlatShards
 from mmlaunch.session.session import Session
 from mmplan.program.checks.check import check_program
@@ -26,13 +25,9 @@ from tests.proofs import certified, faults_of
 from tests.solving import module_profile, profile
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process, verify_steps
-from tests.zero_cases import ADAMW, BUCKET_BYTES, CONTRASTIVE, PIPELINE, TENSOR, under_zero
+from tests.zero_cases import ADAMW, CONTRASTIVE, PIPELINE, TENSOR, under_zero
 
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums take many buckets."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 @pytest.mark.parametrize(

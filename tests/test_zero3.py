@@ -12,12 +12,10 @@ import pytest
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
-from mmlaunch.execute import gradient_buckets
 from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.gradient_buckets import FlatShards
 from mmlaunch.session.accelerator_check import check_on_accelerator
 from mmlaunch.session.session import Session
-from mmlaunch.session.verify import compare
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Instruction
@@ -29,8 +27,7 @@ from mmplan.schema.workload import Workload
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
 from tests.compiling import Backend
-from tests.gloo_entries import gradients_and_resume
-from tests.launching import launched
+from tests.launching import check_over_gloo
 from tests.matrix_cases import Case, small_case
 from tests.matrix_models import wide
 from tests.programs import loss, make_plan, trained_as, unit
@@ -41,7 +38,6 @@ from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process, verify_steps
 from tests.zero_cases import (
     ADAMW,
-    BUCKET_BYTES,
     CONTRASTIVE,
     PIPELINE,
     TENSOR,
@@ -49,11 +45,7 @@ from tests.zero_cases import (
     under_zero,
 )
 
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks take several sums and gathers."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 @pytest.fixture
@@ -228,18 +220,7 @@ def test_steps_are_the_same_behind_a_warm_up_and_compiled(
 
 @pytest.mark.slow
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
-    plan, workload = under_zero(PIPELINE, 3)
-    found = launched(
-        gradients_and_resume,
-        ([(plan, workload)], tmp_path / "checkpoints"),
-        num_ranks=plan.devices,
-        run_dir=tmp_path / "run",
-        timeout_s=90.0,
-    )
-    verdict = compare(workload, HERE, compile_plan(plan), [own[0] for own, _ in found])
-    assert not verdict.differences, verdict.differences[:5]
-    for _, report in found:
-        assert report["losses"][0] == report["losses"][1]
+    check_over_gloo([under_zero(PIPELINE, 3)], tmp_path)
 
 
 @pytest.mark.slow

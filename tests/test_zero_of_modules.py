@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from mmlaunch.comm.strict import StrictWorld
-from mmlaunch.execute import gradient_buckets
-from mmlaunch.session.verify import compare
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.proof.rows import hash_graph, hash_row
@@ -22,8 +20,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
-from tests.gloo_entries import gradients_and_resume
-from tests.launching import launched
+from tests.launching import check_over_gloo
 from tests.matrix_cases import Case, small_case
 from tests.matrix_models import wide
 from tests.programs import loss, make_plan, trained_as, unit
@@ -31,10 +28,9 @@ from tests.proofs import certified, faults_of
 from tests.solving import module_profile, profile, run_solve
 from tests.solving import workload as planned_workload
 from tests.training import train_planned
-from tests.verification import HERE, make_workload, verify_in_process, verify_steps
+from tests.verification import make_workload, verify_in_process, verify_steps
 from tests.zero_cases import (
     ADAMW,
-    BUCKET_BYTES,
     CONTRASTIVE,
     PIPELINE,
     TENSOR,
@@ -42,11 +38,7 @@ from tests.zero_cases import (
     under_zero,
 )
 
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums and gathers take many buckets."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", BUCKET_BYTES)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def of_modules(
@@ -118,18 +110,7 @@ def test_each_module_is_cut_as_its_unit_says() -> None:
 
 @pytest.mark.slow
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
-    plan, workload = of_modules(PIPELINE, 0, {"v": 3, "t": 1})
-    found = launched(
-        gradients_and_resume,
-        ([(plan, workload)], tmp_path / "checkpoints"),
-        num_ranks=plan.devices,
-        run_dir=tmp_path / "run",
-        timeout_s=90.0,
-    )
-    verdict = compare(workload, HERE, compile_plan(plan), [own[0] for own, _ in found])
-    assert not verdict.differences, verdict.differences[:5]
-    for _, report in found:
-        assert report["losses"][0] == report["losses"][1]
+    check_over_gloo([of_modules(PIPELINE, 0, {"v": 3, "t": 1})], tmp_path)
 
 
 # --- faults ----------------------------------------------------------------------------
