@@ -26,10 +26,10 @@ from page import conditions, table, write_section
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmplan.costs.hardware import load_hardware
 from mmplan.costs.links import collective_s, message
 from mmplan.profiling.counting import ROWS, Counter
 from mmplan.profiling.roofline import Roofline
-from mmplan.program.clocks import SLOWDOWN
 from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.zoo.decoder import llama
 
@@ -218,7 +218,7 @@ def _held(row: Row, measured: float) -> Held:
     kind, device = row["kind"], row["device"]
     sizes = {k: v for k, v in row.items() if k not in ("kind", "device", "source", *_MEASURED)}
     if kind == _UNDER_COMMUNICATION:
-        predicted = SLOWDOWN
+        predicted = load_hardware().compute_slowdown(load_cluster("a100").device)
     elif kind in PREDICTED:
         predicted = PREDICTED[kind](row, _cluster(kind, device))
     else:

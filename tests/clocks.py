@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmplan.costs.program_costs import ProgramCosts
-from mmplan.program.clocks import SLOWDOWN
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
@@ -22,6 +21,7 @@ class FixedCosts(ProgramCosts):
     """Costs that do not depend on sizes unless a test asks for it.
 
     Attributes:
+        compute_slowdown: of computes beside a collective.
         input_share: what part of a split backward is I.
         per_node: ranks of a node; 0 where all are on one.
         reduce_shares: of the last backward, after which the parts of a reduction can begin.
@@ -43,6 +43,7 @@ class FixedCosts(ProgramCosts):
     activation: float = 1.0
     static: float = 0.0
     one_communicator_bytes: float = 0.0
+    compute_slowdown: float = 1.25
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         f, b = self.by_module.get(stage.module, (self.forward, self.backward))
@@ -253,7 +254,7 @@ class TinySimulator:
                     lane = "reductions", reduction.ranks
                     self._schedule(self.now, self._carry(lane, ("carried", *key), each, traffic))
             goal = parts[0][0] if parts else seconds
-            slower = SLOWDOWN if self.now < slow_until else 1.0
+            slower = self.costs.compute_slowdown if self.now < slow_until else 1.0
             step = (goal - done) * slower
             if self.now < slow_until < self.now + step:
                 step, done = slow_until - self.now, done + (slow_until - self.now) / slower

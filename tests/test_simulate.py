@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
-from mmplan.program.clocks import SLOWDOWN
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
 from mmplan.program.model import Program
@@ -71,7 +70,7 @@ def test_a_reduction_is_carried_beside_the_backward_that_it_starts_in_and_slows_
     costs = FixedCosts(reduce=1.0, reduce_shares=(0.5, 1.0))
     result = simulate(compile_plan(plan), costs)
     # The first half of the sum takes 0.5 s beside the second half of the backward.
-    slow = 0.5 * (1 - 1 / SLOWDOWN)
+    slow = 0.5 * (1 - 1 / costs.compute_slowdown)
     assert result.busy_s == pytest.approx((3 + slow, 3 + slow))
     assert result.communication_s == pytest.approx((0.5 + 1.0, 0.5 + 1.0))
     assert result.iteration_s == pytest.approx(3 + slow + 0.5 + 1.0)

@@ -24,6 +24,13 @@ from mmplan.schema.factories import compute_dtype
 # Share of a GPU's memory in pieces that no tensor fits into; chosen by hand within the 5 to 8% that
 # users of large models leave free.
 FRAGMENTED = 0.05
+# Of the sums beside which computes are timed: a few buckets of a usual size.
+_SUM_BYTES = 4 << 20
+_SUMS = 4
+# Seconds of timing computes beside sums; a single repeat is decided by who else runs.
+_SLOWDOWN_S = 1.0
+# Largest part of a sum's seconds that is taken for lost: a slow-down stays finite.
+_MOST_LOST = 0.95
 
 
 def measure_machine(
@@ -48,6 +55,7 @@ def measure_machine(
         "clock": watch.clock.kind,
         "threads": torch.get_num_threads(),
         **({"sm_clock": watch.clock.sm_clock} if isinstance(watch.clock, CudaClock) else {}),
+        **({"compute_slowdown": _compute_slowdown(device)} if processes > 1 else {}),
     }
 
 
@@ -118,6 +126,47 @@ def _peak_flops(device: torch.device, precision: str, watch: Stopwatch) -> float
         return (watch.clock.since(started),)
 
     return 2 * size**3 / watch.time(step)[0].median_s
+
+
+def _compute_slowdown(device: torch.device) -> float:
+    """Times that computes take beside sums of gradients, of all processes of the job.
+
+    Computes alone, sums alone and both together are timed one after another. What both take
+    beyond the computes is the part of the sums' seconds that the computes lose.
+    """
+    peers, clock = Peers(dist.get_world_size(), device), clock_of(device)
+    size = 4096 if device.type == "cuda" else 512
+    a, out = (torch.ones(size, size, device=device) for _ in range(2))
+    buckets = [torch.zeros(_SUM_BYTES // 4, device=device) for _ in range(_SUMS)]
+
+    def computes(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=out)
+
+    def sums(count: int) -> None:
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        computes(count)
+        for work in works:
+            cast(dist.Work, work).wait()
+
+    def timed(run: Callable[[int], None], count: int) -> Reading:
+        dist.barrier()
+        started = clock.mark()
+        run(count)
+        return clock.since(started)
+
+    clock.warm()
+    sums(1)
+    one_s, sums_s = timed(computes, 1)(), timed(sums, 0)()
+    # More computes than sums, so that none of these outlasts them.
+    count = math.ceil(2 * peers.largest(sums_s / one_s))
+
+    def step(_: int) -> Sequence[Reading]:
+        alone, apart, both = timed(computes, count), timed(sums, 0), timed(sums, count)
+        return (lambda: (both() - alone()) / apart(),)
+
+    lost = Stopwatch(clock=clock, peers=peers, repeat_s=_SLOWDOWN_S).time(step)[0].median_s
+    return 1 / (1 - min(max(lost, 0.0), _MOST_LOST))
 
 
 def _processor(device: torch.device) -> str:

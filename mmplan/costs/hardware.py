@@ -39,6 +39,8 @@ class KernelConstants(Record):
         tiles: shapes of a product's output tiles.
         splits: numbers of parts in which sums may be cut.
         attention_tile: queries and keys of a tile of attention.
+        compute_slowdown: times that computes take beside a collective, which uses some of the
+            multiprocessors and of the memory bandwidth.
     """
 
     memory_efficiency: ByKind
@@ -47,6 +49,7 @@ class KernelConstants(Record):
     tiles: tuple[tuple[Count, Count], ...]
     splits: tuple[Count, ...]
     attention_tile: tuple[Count, Count]
+    compute_slowdown: float = Field(ge=1)
 
 
 class Known(Record):
@@ -97,6 +100,12 @@ class Hardware(Document):
         name = "cpu" if device.is_cpu else device.name.lower()
         fitting = (d for d in self.devices if any(n.lower() in name for n in d.names))
         return next(fitting, self.other)
+
+    def compute_slowdown(self, device: Device) -> float:
+        """Times that a device's computes take beside a collective: as measured, or by its kind."""
+        return device.compute_slowdown or (
+            (self.known(device).kernels or self.kernels).compute_slowdown
+        )
 
 
 @cache

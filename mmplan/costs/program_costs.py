@@ -12,6 +12,7 @@ import numpy as np
 
 from mmplan.costs.block_ranges import Blocks, gradient_blocks, overlaps
 from mmplan.costs.cost_model import CostModel
+from mmplan.costs.hardware import load_hardware
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
 from mmplan.program.communicators import CommunicatorCount, communicator_counts
@@ -91,6 +92,11 @@ class ProgramCosts:
                     self._gathered[taker, backward].append(edge)
 
     # --- seconds ---------------------------------------------------------------------
+
+    @cached_property
+    def compute_slowdown(self) -> float:
+        """Times that a compute takes beside a collective of its device."""
+        return load_hardware().compute_slowdown(self.costs.cluster.device)
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a stage's forward or backward, its hosted losses included.

@@ -468,7 +468,13 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
 
 
 # Fields of a device as the worker measures them; of communicators only GPUs have memory.
-_DEVICE = ("memory_bytes", "peak_flops", "communicator_bytes", "communicator_start_s")
+_DEVICE = (
+    "memory_bytes",
+    "peak_flops",
+    "communicator_bytes",
+    "communicator_start_s",
+    "compute_slowdown",
+)
 
 
 def measured_cluster(

@@ -26,10 +26,6 @@ from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, START, START_I
 from mmplan.program.network import Network, Traffic
 
 _NEVER = -1.0
-# By what a compute takes longer beside a collective of its device, which takes some of its
-# multiprocessors and memory bandwidth. Lee et al., arXiv:2507.03114, measure 1.19 on average over
-# models that overlap more than gradients; 1.1 to 1.2 are usual beside one all-reduce.
-SLOWDOWN = 1.13
 
 # Of each part: the share of a compute after which it can begin, and its seconds.
 Parts = Sequence[tuple[float, float]]
@@ -60,12 +56,14 @@ class Durations:
         started: per started collective, of each of its parts: the share of the compute inside which
             it starts after which the part can begin, and its seconds. Gathers have one part, and
             start between computes.
+        slowdown: times that a compute takes beside a collective of its device.
         shared: the use of nodes' interfaces; None where no two transfers share one.
     """
 
     instruction: Sequence[Sequence[float]]
     message: Sequence[float]
     started: Sequence[Parts]
+    slowdown: float = 1.0
     shared: Shared | None = None
 
 
@@ -234,16 +232,25 @@ class _Replay:
         for start in self._starting[rank]:
             ready: list[float] = []
             for share, part_s in self._durations.started[start]:
-                now = _beside(now, max(share * seconds - done, 0.0), slow_until)
+                now = self._beside(now, max(share * seconds - done, 0.0), slow_until)
                 done = max(share * seconds, done)
                 ready.append(now)
                 slow_until = max(slow_until, now) + part_s
             self._come(start, ready)
         self._starting[rank].clear()
         self._slow_until[rank] = slow_until
-        end = _beside(now, seconds - done, slow_until)
+        end = self._beside(now, seconds - done, slow_until)
         self._slowed[rank] += end - begins - seconds
         return end
+
+    def _beside(self, now: float, seconds: float, slow_until: float) -> float:
+        """The end of ``seconds`` of compute that are slower until some time."""
+        slow, slowdown = slow_until - now, self._durations.slowdown
+        if slow <= 0.0:
+            return now + seconds
+        if seconds * slowdown <= slow:
+            return now + seconds * slowdown
+        return slow_until + seconds - slow / slowdown
 
     def _come(self, start: int, ready: Sequence[float]) -> None:
         """A rank has its parts of a collective at these times; each begins when all ranks do."""
@@ -304,16 +311,6 @@ class _Replay:
         self._position[rank] = position + 1
         self._order.append((rank, position))
         self._ready.append(rank)
-
-
-def _beside(now: float, seconds: float, slow_until: float) -> float:
-    """The end of ``seconds`` of compute that are slower until some time."""
-    slow = slow_until - now
-    if slow <= 0.0:
-        return now + seconds
-    if seconds * SLOWDOWN <= slow:
-        return now + seconds * SLOWDOWN
-    return slow_until + seconds - slow / SLOWDOWN
 
 
 class _SharedReplay(_Replay):

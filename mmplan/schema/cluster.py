@@ -18,6 +18,8 @@ class Device(Record):
     Attributes:
         name: as its maker calls it; ``cpu...`` is taken for a CPU where ``type`` is absent.
         memory_bytes: that a plan may fill; CUDA's own memory and NCCL's are none of it.
+        compute_slowdown: of computes while a collective of their device is carried; absent: by the
+            kind of device.
         type: absent: by the name.
     """
 
@@ -26,6 +28,9 @@ class Device(Record):
     peak_flops: Positive = Field(description="FLOP per second")
     communicator_bytes: Size = Field(default=0, description="device memory of one communicator")
     communicator_start_s: Size = Field(default=0, description="seconds to start one communicator")
+    compute_slowdown: float | None = Field(
+        default=None, ge=1, description="times that computes take beside a collective"
+    )
     type: Literal["cuda", "cpu"] | None = None
 
     @property

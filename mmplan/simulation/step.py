@@ -178,6 +178,7 @@ def durations_of(
         instruction=_instruction_seconds(program, costs, set(dependencies.reduction)),
         message=_of_messages(costs.message_s, program, dependencies),
         started=started,
+        slowdown=costs.compute_slowdown,
         shared=_shared(program, costs, dependencies, started) if contention else None,
     )
 
