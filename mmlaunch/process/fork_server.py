@@ -71,12 +71,14 @@ def _sheltered() -> Generator[None]:
     others = environment.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{others},{silent}" if others else silent
     os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ[SOCKETS] = multiprocessing.util.get_temp_dir()  # pyright: ignore[reportAttributeAccessIssue]
+    # A process of multiprocessing's has its parent's folder, which the parent's own server clears.
+    if multiprocessing.parent_process() is None:
+        os.environ[SOCKETS] = multiprocessing.util.get_temp_dir()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         for name in ("PYTHONWARNINGS", "PYTHONSAFEPATH", SOCKETS):
-            del os.environ[name]
+            os.environ.pop(name, None)
             if name in environment:
                 os.environ[name] = environment[name]
         for number, handler in before.items():

@@ -16,12 +16,19 @@ from mmlaunch.process.process_tree import SOCKETS, die_with_parent
 
 os.setpgrp()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-_sockets = os.environ.pop(SOCKETS)
+_sockets = os.environ.pop(SOCKETS, None)
+_parent = os.getppid()
 
 
 def _end(*_: object) -> None:
-    """A parent that was killed leaves its sockets behind; it cannot be reached by them now."""
-    shutil.rmtree(_sockets, ignore_errors=True)
+    """A parent that was killed leaves its sockets behind; it cannot be reached by them now.
+
+    The kernel also speaks of the death of the parent's thread that started this process.
+    """
+    if os.getppid() == _parent:
+        return
+    if _sockets is not None:
+        shutil.rmtree(_sockets, ignore_errors=True)
     os._exit(1)
 
 
