@@ -39,6 +39,7 @@ def slow_cluster(flops: float) -> Cluster:
     """Devices of so many FLOP/s, joined by links as loopback is."""
     link = {"latency_s": 5e-4, "bandwidth_bytes_per_s": 5e8}
     device = {"name": "cpu", "memory_bytes": 4e9, "peak_flops": flops, "type": "cpu"}
+    device["compute_slowdown"] = 1.0  # an emulated rank waits, and nothing slows it
     document = {"version": 1, "name": "slow", "nodes": 1, "devices_per_node": 1}
     return Cluster.model_validate(document | {"device": device, "links": {"intra_node": link}})
 
