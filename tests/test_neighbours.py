@@ -27,6 +27,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import (
     FileReference,
+    Order,
     Plan,
     PlannedTraining,
     Prediction,
@@ -292,6 +293,23 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
         least_s=0.0,
     ).run(starts)
     assert tried
+
+
+def test_a_search_with_nothing_left_ends_with_forwards_first(tmp_path: Path) -> None:
+    job, costs = small_job(7)
+    orders: list[Order | None] = []
+    start = run_solve(tmp_path, job, costs, budget_s=0.0)
+    assert len(start.units) > 1  # others share devices
+    NeighbourSearch(
+        Enumeration(job, costs).request,
+        trial=lambda candidate: orders.append(candidate.order),
+        trial_s=0.0,
+        budget=SearchBudget(1000.0),
+        least_s=0.0,
+    ).run([start])
+    rules = [order.rule if order else None for order in orders]
+    assert rules[-1] == "forward-first"
+    assert None in rules
 
 
 def plans(folder: Path, solver: str) -> list[str]:

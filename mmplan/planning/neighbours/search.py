@@ -115,20 +115,18 @@ class NeighbourSearch:
         best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
         while True:
             is_over = not self._goes_on(best.plan, in_vain) or self._budget.left_s < eager_s
-            if is_over and best_layout and eager_s:
+            if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
+                self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
+                around = None
+            if not is_over and not self._heap and first is not None and not are_small_tried:
+                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
+                are_small_tried = True
+            if (is_over or not self._heap) and best_layout and eager_s:
                 eager_s, in_vain = 0.0, 0
                 self._heap.clear()
                 self._factors.clear()
                 self._push(self._eager(best_layout), best_layout, best.plan, best.start, math.inf)
-            if not self._goes_on(best.plan, in_vain):
-                break
-            if around is not None and (in_vain >= _PATIENCE or not self._heap):
-                self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
-                around = None
-            if not self._heap and first is not None and not are_small_tried:
-                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
-                are_small_tried = True
-            if not self._heap:
+            if not self._heap or not self._goes_on(best.plan, in_vain):
                 break
             expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
             learnt = self._factor(layout)
