@@ -81,6 +81,30 @@ def test_gradients_add_up_where_replicas_differ_or_backwards_are_split(case: Cas
     assert check_program(program) == []
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_sum_in_one_order_where_tasks_share_them(zero: int) -> None:
+    """Sums inside backwards meet: no rank may begin another one's backward first."""
+    pairs, alone = [[[0, 1]], [[2, 3]]], [[[rank]] for rank in range(4)]
+    units = [
+        unit("alone", "a", name="A.alone", task="A", dp=4, k=2, ranks=alone),
+        unit("paired", "b", name="A.paired", task="A", tp=2, dp=2, ranks=pairs),
+        unit("other", "a", name="B.other", task="B", tp=2, dp=2, ranks=pairs),
+    ]
+    losses = [
+        loss("contrastive", "alone", "paired", task="A", sync_batch=12),
+        loss("regression", "other", "target", task="B"),
+    ]
+    workload = make_workload(units, losses, batch=12, train={**ADAMW, "zero": zero})
+    plan = trained_as(make_plan(*units, losses=losses, batch=12), workload)
+    program = compile_plan(plan)
+    assert sum(each.rounds is not None for each in program.block_reductions) > 2
+    assert check_program(program) == []
+    world = StrictWorld(plan.devices)
+    verdict = verify_in_process(plan, workload, world=world)
+    assert world.faults == []
+    assert not verdict.differences, verdict.differences[:5]
+
+
 # --- checks and proof ------------------------------------------------------------------
 
 Row = tuple[Instruction, ...]

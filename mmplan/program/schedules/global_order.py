@@ -17,11 +17,12 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op, ReplicaCompute
 from mmplan.program.model import CrossSampleLoss, Edge, Graph, LossReduction, Reduction, Stage
+from mmplan.program.reduction_starts import rounds_of
 from mmplan.program.samples import RangeIndex, SampleRange
 from mmplan.program.schedules.plan_order import Orders
 from mmplan.program.schedules.split_backward import Room, SplitSequence, room_of, split_sequence
@@ -32,6 +33,7 @@ _FIRST = 1
 _SECOND = 2
 _PRIORITY = {
     Op.SYNC_WAIT: 0,
+    Op.REDUCE_START: _FIRST,
     Op.BACKWARD: _FIRST,
     Op.INPUT: _FIRST,
     Op.FORWARD: _SECOND,
@@ -141,6 +143,7 @@ class OrderBuilder:
             self._add_syncs(loss)
         self._take_turns(orders.following)
         self._reductions = [self._reduction(r) for r in graph.reductions]
+        self._meetings = self._meet(graph)
 
     def _split(self, sequences: Sequence[list[ReplicaCompute]]) -> Iterator[SplitSequence]:
         """The sequences, backwards in two parts where stages have them so."""
@@ -318,29 +321,68 @@ class OrderBuilder:
                 event.after(sync)
         return event
 
+    def _meet(self, graph: Graph) -> list[Event]:
+        """What stands before computes that all replicas of a stage do at one time (ZeRO-2, ZeRO-3).
+
+        They sum or gather inside, so that each waits for all others and for what these wait for.
+        """
+        meetings: dict[Event, Event] = {}
+        cut = {stage.index for each in graph.reductions for stage, _ in rounds_of(graph, each)}
+        for stage in (self._stages[index] for index in sorted(cut)):
+            ops = (Op.FORWARD, Op.BACKWARD) if stage.gathers else (Op.BACKWARD,)
+            for op, mb in product(ops, range(len(stage.microbatches[0]))):
+                own = [self._computes[op, stage.index, d, mb] for d in range(stage.dp)]
+                ranks, first = tuple(sorted(stage.members)), own[0].first_sample
+                meeting = Event(Op.REDUCE_START, stage.index, ranks, first, mb=mb)
+                meetings |= dict.fromkeys(own, meeting)
+        if not meetings:
+            return []
+        for event in (*chain(*self._sequences), *self._loose()):
+            for compute in [other for other in event.then if other in meetings]:
+                event.then.remove(compute)
+                compute.waiting_for -= 1
+                if meetings[compute] not in event.then:
+                    meetings[compute].after(event)
+        for first, second in chain(*map(pairwise, self._sequences)):
+            if second in meetings:
+                meetings[second].after(first)
+        for compute, meeting in meetings.items():
+            compute.after(meeting)
+        return [*dict.fromkeys(meetings.values())]
+
+    def _loose(self) -> list[Event]:
+        """Events that are in no sequence, without meetings."""
+        return [*self._syncs.values(), *self._weights, *self._reductions]
+
     def run(self) -> Iterator[Event]:
         """All events, each after those that it depends on.
 
         Raises:
             InvalidInputError: the orders of the stages wait for each other.
         """
-        loose = [*self._syncs.values(), *self._weights, *self._reductions]
+        loose = [*self._loose(), *self._meetings]
         self._rank(loose)
-        return _ListScheduler(self._sequences, loose).run()
+        scheduled = _ListScheduler(self._sequences, loose).run()
+        return (event for event in scheduled if event.op is not Op.REDUCE_START)
 
     def _rank(self, loose: Sequence[Event]) -> None:
         """Set the urgency of all events by the rule of the plan."""
         rule = self._order.rule
         tails = _tails(self._sequences, loose) if rule == "longest-path" else {}
         for event in chain(*self._sequences, loose):
-            if event.op not in _COMPUTES or rule == "backward-first":
-                event.urgency = _PRIORITY[event.op], 0
+            op = event.then[0].op if event.op is Op.REDUCE_START else event.op
+            if op not in _COMPUTES or rule == "backward-first":
+                event.urgency = _PRIORITY[op], 0
             elif rule == "longest-path":
                 event.urgency = _FIRST, -tails.get(event, 0)
-            elif event.op is Op.FORWARD:
+            elif op is Op.FORWARD:
                 event.urgency = _FIRST, event.index
             else:
                 event.urgency = _SECOND, -event.index
+        # Who has met begins, before anything else does.
+        for meeting in self._meetings:
+            for event in meeting.then:
+                event.urgency = -1, 0
 
 
 def _tails(sequences: Sequence[Sequence[Event]], loose: Sequence[Event]) -> dict[Event, int]:
