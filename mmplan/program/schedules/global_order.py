@@ -1,9 +1,9 @@
 """One global order of all events, so that the ranks' programs cannot deadlock.
 
 Every stage replica has a fixed order of its own, the chunks of an interleaved rank have one
-together (:mod:`mmplan.program.schedules.plan_order`). Events that
-several ranks take part in (a tensor-parallel compute, a sync, a reduction, a compute with a sum or a
-gather inside) happen on all of them at once. List scheduling with nominal durations puts all events into one sequence in
+together (:mod:`mmplan.program.schedules.plan_order`). Events that several ranks take part in (a
+tensor-parallel compute, a sync, a reduction, a compute with a sum or a gather inside) happen on
+all of them at once. List scheduling with nominal durations puts all events into one sequence in
 which each comes after what it depends on; a rank's program is its part of that sequence.
 Any set of programs made this way runs to the end under blocking semantics, however long
 the events really take. So the durations, and the rule that chooses among events that could
