@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import numpy as np
 
@@ -283,7 +284,7 @@ def pack(
         np.zeros(ranks[-1]),
         integrality=np.arange(ranks[-1]) < groups[-1],
         bounds=Bounds(0.0, 1.0),
-        constraints=LinearConstraint(matrix.tocsr(), np.array(least), np.array(most)),
+        constraints=cast(Any, LinearConstraint)(matrix.tocsr(), least, most),
         # Ranks are found in the first node, or after very many.
         options={"node_limit": max(1, int(budget.left_s / (_IN_VAIN_S * ranks[-1])))},
     )
