@@ -12,6 +12,7 @@ from typing import Any
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning.largest_sync_batch import largest_sync_batches
 from mmplan.planning.lower_bound import lower_bound
 from mmplan.planning.measured_trials import (
     AS_FAST,
@@ -64,7 +65,6 @@ from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
-from mmplan.solvers.distmm.module_options import largest_of_all_tasks
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import (
     Candidate,
@@ -578,7 +578,7 @@ class _CandidatePlans:
                     *left_out,
                 ),
                 "neighbours": self._neighbours,
-                "largest_sync_batch": largest_of_all_tasks(self._request, best.plan.units),
+                "largest_sync_batch": largest_sync_batches(self._request, best.plan.units),
                 "runners_up": (
                     *([runner_up(fused, FUSED)] if best.plan is not fused.plan else []),
                     *(runner_up(t) for t, source in finalists if source is not origin),

@@ -8,7 +8,6 @@ Shape suffixes: P = stages, C = cuts between them, B = (replicas, micro-batch si
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,16 +18,14 @@ from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Indices, Ints
 from mmplan.program.schedules.registry import POLICIES
-from mmplan.schema.plan import ScheduleKind, Unit
+from mmplan.schema.plan import ScheduleKind
 from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.pareto import pareto_rows
 from mmplan.solvers.partitioner import degree_candidates, module_stages
-from mmplan.solvers.problem import Problem, Request
+from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import microbatch_sizes, replica_counts
 from mmplan.solvers.stage_rows import StageBytes, largest_rows, stage_rows
 
-# Far beyond any device: a unit that still fits is not limited by memory.
-UNLIMITED = 2**40
 # Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
 LONG_LEAD = 2
 
@@ -447,74 +444,3 @@ class ModuleOptions:
                     yield group[owner[i]].option(
                         int(row[i]), pinned=self._pins.microbatch is not None
                     )
-
-
-def largest_of_all_tasks(request: Request, units: Sequence[Unit]) -> dict[str, int]:
-    """:func:`largest_sync_batches` of the tasks of a plan with these units."""
-    sizes: dict[str, int] = {}
-    for task in request.tasks.values():
-        own = [unit for unit in units if unit.task == task.name]
-        sizes |= largest_sync_batches(Problem(request=request, task=task), own)
-    return sizes
-
-
-def largest_sync_batches(problem: Problem, units: Sequence[Unit]) -> dict[str, int]:
-    """Samples of the largest sync batch that still fits, by cross-sample loss.
-
-    A replica holds K micro-batches of the sync batch and those that later stages need. Each
-    stage gives the most K that fits beside the other units of its ranks; K micro-batches
-    times the replicas, least over the modules, is the answer. A loss whose modules hold no
-    activations is not limited, and is left out.
-    """
-    spare = _spare_bytes(problem, units)
-    sizes: dict[str, int] = {}
-    for loss in problem.task.sync_batches:
-        modules = problem.synced_modules(loss)
-        limits = [_limit(problem, u, spare[u.name]) for u in units if u.module in modules]
-        if min(limits) < UNLIMITED:
-            sizes[loss] = min(limits)
-    return sizes
-
-
-def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
-    """Samples that all replicas of a unit can hold for one sync; see above."""
-    stages, size = Stages(problem, unit.module, unit.pp), max(unit.microbatches[0])
-
-    def is_too_large(count: int) -> bool:
-        order = unit.schedule.kind, unit.schedule.lead
-        own = np.array([size * unit.shards / unit.tp])
-        active = stages.active_bytes(unit.shards, own, np.array([count]), *order)
-        return bool((active[:, 0] > spare).any())
-
-    most = -(-UNLIMITED // (size * unit.dp))
-    count = bisect_left(range(1, most), True, key=is_too_large)
-    return UNLIMITED if count == most - 1 else count * size * unit.dp
-
-
-def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[float]]:
-    """Bytes for activations on each stage of each unit.
-
-    Units on common devices share what their parameters leave, in proportion to what their
-    activations take now.
-    """
-    fixed: dict[str, list[float]] = {}
-    active: dict[str, list[float]] = {}
-    for unit in units:
-        stages = Stages(problem, unit.module, unit.pp)
-        count, tp = np.array([len(unit.microbatches[0])]), unit.shards
-        # Where ranks share out items each has so many copies of the parameters.
-        dp, size = unit.dp * unit.tp // tp, np.array([max(unit.microbatches[0]) * tp / unit.tp])
-        fixed[unit.name] = stages.bytes.fixed_bytes(tp, np.array([dp]))[:, 0].tolist()
-        active[unit.name] = stages.active_bytes(tp, size, count, "gpipe")[:, 0].tolist()
-    spare: dict[str, list[float]] = {}
-    for unit in units:
-        beside = [u for u in units if set(u.all_ranks) & set(unit.all_ranks)]
-        spare[unit.name] = []
-        for p in range(unit.pp):
-            # Units that share devices have one stage each; others have only themselves.
-            index = {u.name: p if u is unit else 0 for u in beside}
-            left = problem.memory_bytes - sum(fixed[u.name][index[u.name]] for u in beside)
-            total = sum(active[u.name][index[u.name]] for u in beside)
-            own = active[unit.name][p]
-            spare[unit.name].append(left * own / total if total else left)
-    return spare
