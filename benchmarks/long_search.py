@@ -20,11 +20,11 @@ import numpy as np
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
+from mmplan.planning.candidate_plans import placed_losses, planned_tasks
 from mmplan.planning.measured_trials import peak_bytes
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, UnitChoice
 from mmplan.planning.order_search import best_order
-from mmplan.planning.planner import placed_losses, planned_tasks
 from mmplan.planning.recomputation import free_modules
 from mmplan.planning.unit_schedules import best_backwards
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mmplan.costs.cost_model import CostModel
-from mmplan.planning import planner
+from mmplan.planning import candidate_plans, measured_trials, planner
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.simulation.least_step import least_step_s
@@ -101,8 +101,8 @@ def test_a_plan_that_two_solvers_find_is_simulated_once(
         seen.append((plan.training.zero, plan.units, plan.losses, plan.waves, str(plan.order)))
         return simulated(plan, *others)
 
-    simulated = planner.simulated
-    monkeypatch.setattr(planner, "simulated", counted)
+    simulated = candidate_plans.simulated
+    monkeypatch.setattr(candidate_plans, "simulated", counted)
     costs, task = given(("vision", "llm"), 4), workload(CHAIN, batch=16, losses=LOSS)
     run_solve(tmp_path, task, costs, solver="auto")
     assert len(seen) == len(set(seen)) > 1
@@ -122,7 +122,7 @@ def test_a_busy_machine_looks_at_the_same_plans(
     task, costs = workload(CHAIN, batch=16, losses=LOSS), given(("vision", "llm"), 4)
 
     # No plan is passed over for its computes.
-    monkeypatch.setattr(planner, "AS_FAST", math.inf)
+    monkeypatch.setattr(measured_trials, "AS_FAST", math.inf)
 
     def seen(patience_s: float) -> tuple[str, ...]:
         plan = run_solve(tmp_path, task, costs, solver="convex", patience_s=patience_s)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.waves import plain, transfers
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.planning.planner import placed_losses, planned_tasks
+from mmplan.planning.candidate_plans import placed_losses, planned_tasks
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Op

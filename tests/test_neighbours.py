@@ -17,7 +17,7 @@ import pytest
 
 from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.planning import planner
+from mmplan.planning import candidate_plans
 from mmplan.planning.neighbours.changes import LayoutChanges
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
@@ -106,7 +106,7 @@ class Enumeration:
         )
         self.space = LayoutSpace(self.request)
         self.estimates = LayoutEstimates(self.space)
-        self.tasks = planner.planned_tasks(self.request)
+        self.tasks = candidate_plans.planned_tasks(self.request)
 
     def layouts(self) -> Iterator[PlanLayout]:
         indices = range(len(self.space.modules))
@@ -156,7 +156,7 @@ class Enumeration:
             tasks=self.tasks,
             solver=NO_REPORT,
             units=units,
-            losses=planner.placed_losses(self.request, units),
+            losses=candidate_plans.placed_losses(self.request, units),
             predicted=Prediction(iteration_s=0, samples_per_s=0),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.errors import RunFailedError
@@ -163,3 +163,13 @@ def plan_label(plan: Plan) -> str:
 def peak_bytes(predicted: Prediction) -> float:
     """Predicted peak memory of the device with the highest one."""
     return max(predicted.memory_bytes, default=0.0)
+
+
+def as_fast_as(plans: Iterable[SimulatedPlan]) -> float:
+    """Seconds of the longest step that is as good as the best of some plans."""
+    return AS_FAST * min(map(step_s, plans))
+
+
+def step_s(item: SimulatedPlan) -> float:
+    """Seconds of a plan's step, without the last digits."""
+    return rounded(item.plan.predicted.iteration_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,32 +12,32 @@ from typing import Any
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning.candidate_plans import (
+    INSTRUCTIONS_OF_FIRST,
+    INSTRUCTIONS_PER_S,
+    CandidatePlans,
+    computes_of,
+)
 from mmplan.planning.largest_sync_batch import largest_sync_batches
 from mmplan.planning.lower_bound import lower_bound
 from mmplan.planning.measured_trials import (
-    AS_FAST,
     SimulatedPlan,
     Trials,
+    as_fast_as,
     merit,
-    peak_bytes,
     plainest_first,
-    rounded,
     run_trials,
     runner_up,
 )
 from mmplan.planning.neighbours.search import NeighbourSearch
-from mmplan.planning.order_search import LEADS, best_order, order_notes
+from mmplan.planning.order_search import order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
+from mmplan.planning.refinement import NEIGHBOURS, Refinement, of_neighbours
 from mmplan.planning.unit_schedules import (
-    best_backwards,
-    fused_backwards,
-    other_orders,
-    pinned_backwards,
     split_notes,
 )
 from mmplan.processes import rare_collections
-from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
-from mmplan.schema.agreement import check_profiled, depended_on, planned_task
+from mmplan.schema.agreement import check_profiled
 from mmplan.schema.base import (
     Document,
     document_text,
@@ -51,25 +51,15 @@ from mmplan.schema.plan import (
     FileReference,
     NeighbourReport,
     Plan,
-    PlanLoss,
-    PlannedTask,
     PlannedTraining,
-    Prediction,
     RunnerUp,
-    SolverReport,
-    Unit,
 )
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
-from mmplan.simulation.least_step import least_step_s
-from mmplan.simulation.peak_memory import memory_lower_bound
-from mmplan.simulation.step import prediction
-from mmplan.simulation.symmetry import BestSteps, simulated
-from mmplan.solvers.placement import last_stage_ranks
+from mmplan.simulation.symmetry import BestSteps
 from mmplan.solvers.problem import (
     Candidate,
     NotApplicableError,
-    Problem,
     Request,
     Solution,
     first_of_each_kind,
@@ -82,23 +72,10 @@ from mmplan.wording import counted, missing, rank_ranges, size
 
 # Straggler factors below it are not worth a note.
 _LEAST_STRAGGLER = 1.005
-# Who found a plan that is a change of solvers' plans.
-NEIGHBOURS = "neighbours"
 # End of the label of the same plan with fused backwards.
 FUSED = ", fused backwards"
 # Plans beyond the first of each kind are simulated for at most this many search budgets.
 SIMULATION_BUDGETS = 3
-# Instructions that a quiet core compiles and simulates in a second. Patience is counted in
-# instructions, so that a busy machine finds the same plans.
-INSTRUCTIONS_PER_S = 100_000
-# Instructions that each plan counts beside its own: a small one takes time too.
-INSTRUCTIONS_PER_PLAN = 1_000
-# Instructions of a plan for each of its computes, about: some are messages.
-INSTRUCTIONS_PER_COMPUTE = 6
-# The first plans of each kind are simulated whatever their formulas say up to so many instructions,
-# small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
-# of devices all are simulated.
-INSTRUCTIONS_OF_FIRST = 100_000
 # Of those large ones a formula's value may be more than the best step by this factor; chosen by
 # hand: where formulas are wrong they promise too much.
 FORMULA_SLACK = 1.25
@@ -106,9 +83,6 @@ FORMULA_SLACK = 1.25
 REFUSED_PRICE = 0.3
 # Patience is longer by this factor while no plan fits the memory; chosen by hand.
 PATIENCE_WITHOUT_PLAN = 4
-# Other orders and backwards are tried of plans that take up to this times the best step; chosen by
-# hand: orders alone may gain a quarter.
-REFINED_WITHIN = 2
 # Up to this many devices the search looks at all of them; chosen by hand.
 ALWAYS_SEARCHED = 2_048
 # A plan's file lists the peak memory of each of its devices.
@@ -209,21 +183,21 @@ def solve(
             top=top,
             budget_s=budget_s,
         )
-        candidates = _CandidatePlans(request, files, training, asked, steps)
+        search = _PlanSearch(CandidatePlans(request, files, training, asked, steps))
         left_out: list[str] = []
         try:
             solutions, left_out = solutions_of(request, solver, progress)
-            plans = candidates.simulate_all(
+            plans = search.simulate_all(
                 solutions, patience_s=patience_s, all_of_them=trials is not None, progress=progress
             )
         except InfeasibleError:
-            plans = [] if solver != "auto" or top == 1 else candidates.first_fit(budget_s=budget_s)
+            plans = [] if solver != "auto" or top == 1 else search.first_fit(budget_s=budget_s)
             if not plans:
                 raise
         if solver == "auto" and top > 1:
-            plans += candidates.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
-        ordinary = None if top == 1 else candidates.ordinary(plans)
-        plan = candidates.choose(plans, left_out, trials, devices=wanted)
+            plans += search.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
+        ordinary = None if top == 1 else search.ordinary(plans)
+        plan = search.choose(plans, left_out, trials, devices=wanted)
         return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
 
     free = free_modules(workload)
@@ -277,35 +251,13 @@ def useful_devices(
     return min(devices, max(most, ALWAYS_SEARCHED))
 
 
-class _CandidatePlans:
-    """Turns candidates into simulated plans, and chooses among these."""
+class _PlanSearch:
+    """Simulates what the solvers offer, changes it, and chooses."""
 
-    def __init__(
-        self,
-        request: Request,
-        files: tuple[FileReference, FileReference],
-        training: PlannedTraining,
-        asked: Asked,
-        steps: BestSteps | None,
-    ) -> None:
-        self._request = request
-        self._training = training
-        self._asked = asked
-        self._steps = steps
-        self._workload, self._profile = files
-        self._tasks = planned_tasks(request)
-        self._depends_on = depended_on(
-            request.workload, request.tasks, working=request.costs.profile.data
-        )
-        self._too_large: list[float] = []
-        self._dropped: list[InvalidInputError] = []
+    def __init__(self, plans: CandidatePlans) -> None:
+        self._plans, self._request = plans, plans.request
         self._search_notes: list[str] = []
         self._neighbours: NeighbourReport | None = None
-        # Several solvers find the same plan.
-        self._predicted: dict[Hashable, Prediction] = {}
-        self._instructions: dict[Hashable, int] = {}
-        # Effort so far, in instructions.
-        self._effort = 0
 
     def simulate_all(
         self,
@@ -339,23 +291,23 @@ class _CandidatePlans:
             return math.inf if all_of_them or len(plans) < 2 else as_fast_as(plans)
 
         places: list[tuple[int, SimulatedPlan]] = []
-        by_size = sorted(range(len(first)), key=lambda i: _computes_of(first[i][1].units))
+        by_size = sorted(range(len(first)), key=lambda i: computes_of(first[i][1].units))
         for position, place in enumerate(by_size):
             solution, candidate = first[place]
             progress(position, total, f"simulated, now {solution.solver}")
-            own_s = limit_s() if self._effort > INSTRUCTIONS_OF_FIRST else math.inf
+            own_s = limit_s() if self._plans.effort > INSTRUCTIONS_OF_FIRST else math.inf
             if candidate.objective_s <= FORMULA_SLACK * own_s:
-                found = [*self._try(solution, candidate, own_s)]
+                found = [*self._plans.attempt(solution, candidate, own_s)]
                 plans += found
                 places += [(place, item) for item in found]
         # Of equal plans the first solver's is taken.
         plans[:] = [item for _, item in sorted(places, key=lambda pair: pair[0])]
         # No plan is begun for which too little patience is left.
-        each = self._effort / max(1, len(first))
-        effort_before = min(self._effort, INSTRUCTIONS_OF_FIRST)
+        each = self._plans.effort / max(1, len(first))
+        effort_before = min(self._plans.effort, INSTRUCTIONS_OF_FIRST)
         for position, (solution, candidate) in enumerate(others):
             patient_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
-            left = patient_s * INSTRUCTIONS_PER_S - (self._effort - effort_before)
+            left = patient_s * INSTRUCTIONS_PER_S - (self._plans.effort - effort_before)
             if left < each:
                 self._search_notes.append(
                     f"{len(others) - position} of {counted(total, 'plan')} "
@@ -363,11 +315,11 @@ class _CandidatePlans:
                 )
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
-            plans += self._try(solution, candidate, limit_s(), left)
+            plans += self._plans.attempt(solution, candidate, limit_s(), left)
         else:
             progress(total, total, "simulated")
         if not plans:
-            raise none_fits(self._too_large, self._dropped, self._memory_bytes, self._search_notes)
+            raise _none_fits(self._plans, self._search_notes)
         return plans
 
     def ordinary(self, plans: Sequence[SimulatedPlan]) -> RunnerUp | None:
@@ -378,72 +330,12 @@ class _CandidatePlans:
                 request = replace(self._request, method=None)
                 solutions, _ = solutions_of(request, UNIFORM[0], lambda done, total, note: None)
                 first, _ = first_of_each_kind(solutions)
-                uniform = [item for pair in first for item in self._try(*pair)]
+                uniform = [item for pair in first for item in self._plans.attempt(*pair)]
         return runner_up(min(uniform, key=merit)) if uniform else None
-
-    def _try(
-        self,
-        solution: Solution,
-        candidate: Candidate,
-        limit_s: float = math.inf,
-        most: float = math.inf,
-    ) -> Iterator[SimulatedPlan]:
-        """The candidate's simulated plan; nothing where it does not fit, run or keep the limits."""
-        plan = self._plan(solution, candidate)
-        try:
-            plan, needed = self._with_bytes(plan, limit_s, most)
-        except InvalidInputError as error:
-            # Stage orders of this candidate may deadlock, or its tied blocks have several tp
-            # degrees; other candidates may still run.
-            self._dropped.append(error)
-            return
-        if needed > self._memory_bytes:
-            self._too_large.append(needed)
-            return
-        if min(limit_s, most) < math.inf and not plan.predicted.iteration_s:
-            return
-        if not (solution.closed_form and candidate.closed_form):
-            objective_s = max(candidate.objective_s, plan.predicted.iteration_s)
-            candidate = replace(candidate, objective_s=objective_s)
-        yield SimulatedPlan(
-            solution=solution,
-            candidate=candidate,
-            plan=plan,
-            is_baseline=solution.solver in BASELINES,
-        )
-
-    def _with_bytes(
-        self, plan: Plan, limit_s: float = math.inf, most: float = math.inf
-    ) -> tuple[Plan, float]:
-        """The bytes that a plan needs at least; of a simulated one all of them.
-
-        It is simulated where it may fit the memory and may take no more than ``limit_s``, with no
-        more than ``most`` instructions, about.
-
-        Raises:
-            InvalidInputError: it cannot run.
-        """
-        if _what_runs(plan) in self._predicted:
-            plan = self._simulated(plan)
-            return plan, peak_bytes(plan.predicted)
-        lowered = lower_plan(plan)
-        computes = sum(sum(stage.rounds) for stage in lowered.simulated_graph.stages)
-        self._effort += INSTRUCTIONS_PER_PLAN + computes
-        if INSTRUCTIONS_PER_COMPUTE * computes > most:
-            return plan, 0.0
-        needed = memory_lower_bound(plan, self._request.costs, lowered)
-        if needed > self._memory_bytes:
-            return plan, needed
-        if limit_s < math.inf:
-            least_s = least_step_s(plan, self._request.costs, lowered, as_planned=True)
-            if least_s > limit_s:
-                return plan, needed
-        plan = self._simulated(plan, lowered)
-        return plan, peak_bytes(plan.predicted)
 
     def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:
         """A plan that fits where those of the solvers do not; nothing where none is found."""
-        solution = _of_neighbours(0.0)
+        solution = of_neighbours(0.0)
         found = self._neighbour_search(solution, 1, budget_s=budget_s).first_fit()
         if found is None:
             return []
@@ -458,21 +350,23 @@ class _CandidatePlans:
         budget = SearchBudget(budget_s)
 
         def trial(candidate: Candidate) -> Plan | None:
-            before, plan, needed = self._effort, None, math.inf
+            before, plan, needed = self._plans.effort, None, math.inf
             with suppress(InvalidInputError):
                 left = budget.left_s * INSTRUCTIONS_PER_S
-                plan, needed = self._with_bytes(self._plan(solution, candidate), most=left)
+                plan, needed = self._plans.with_bytes(
+                    self._plans.plan(solution, candidate), most=left
+                )
             is_simulated = plan is not None and plan.predicted.iteration_s > 0
-            fits = needed <= self._memory_bytes
+            fits = needed <= self._plans.memory_bytes
             # Others were lowered only; those that are too large, for more than a small one takes.
             price = 1.0 if is_simulated or fits else REFUSED_PRICE
-            budget.spend(price * (self._effort - before) / INSTRUCTIONS_PER_S)
+            budget.spend(price * (self._plans.effort - before) / INSTRUCTIONS_PER_S)
             return plan if is_simulated and fits else None
 
         return NeighbourSearch(
             self._request,
             trial=trial,
-            trial_s=self._effort / plans / INSTRUCTIONS_PER_S,
+            trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
             budget=budget,
             least_s=solution.formula_bound_s,
         )
@@ -489,7 +383,7 @@ class _CandidatePlans:
         ranked = sorted(plans, key=merit)
         first = ranked[0].plan
         least_s = lower_bound(first, self._request.costs).seconds
-        solution = _of_neighbours(least_s)
+        solution = of_neighbours(least_s)
         search = self._neighbour_search(solution, len(plans), budget_s=budget_s)
         found = search.run([item.plan for item in ranked])
         gain = 1 - found.plan.predicted.iteration_s / first.predicted.iteration_s
@@ -521,40 +415,28 @@ class _CandidatePlans:
         best_of: dict[str, SimulatedPlan] = {}
         for item in ranked:
             best_of.setdefault(item.solution.solver, item)
-        usual, reordered, split = dict(best_of), dict(best_of), dict(best_of)
-        effort_before = self._effort
-        for solver, first in best_of.items():
-            limit_s = math.inf if trials is not None else as_fast_as(split.values())
-            spent = self._effort - effort_before
-            each = self._instructions[_what_runs(first.plan)]
-            if spent and spent + each > INSTRUCTIONS_OF_FIRST:
-                continue  # it is large, and was not the best
-            least_s = least_step_s(first.plan, self._request.costs)
-            if least_s > limit_s or _step_s(first) > REFINED_WITHIN * limit_s:
-                continue  # no order of it is the best
-            usual[solver] = self._best_order(self._fused(first))
-            reordered[solver] = self._on_shared_ranks(usual[solver])
-            refined = self._best_backwards(reordered[solver])
-            if _step_s(refined) <= _step_s(first):  # else a search has found more
-                split[solver] = refined
+        refinement = Refinement(self._plans)
+        refined = refinement.run(best_of, all_of_them=trials is not None)
 
         def is_refined(item: SimulatedPlan) -> bool:
             return item is best_of[item.solution.solver]
 
-        finalists = [(split[t.solution.solver] if is_refined(t) else t, t) for t in ranked]
+        finalists = [(refined[t.solution.solver].split if is_refined(t) else t, t) for t in ranked]
         # Of equals, one that a solver found is easier to explain than a change of it.
         finalists.sort(key=lambda pair: (*merit(pair[0]), pair[0].solution.solver == NEIGHBOURS))
         if trials is not None:
             finalists, trial_notes = run_trials(finalists, trials)
             self._search_notes += trial_notes
-        elif self._asked.solver == "auto":
+        elif self._plans.asked.solver == "auto":
             finalists, plain_notes = plainest_first(finalists)
             self._search_notes += plain_notes
         best, origin = finalists[0]
         solver = best.solution.solver
-        plain, fused = (usual[solver], reordered[solver]) if is_refined(origin) else (best, best)
-        if self._asked.solver == "auto" and self._request.top > 1 and trials is None:
-            best = self._both_changed(best)
+        plain, fused = best, best
+        if is_refined(origin):
+            plain, fused = refined[solver].plain, refined[solver].reordered
+        if self._plans.asked.solver == "auto" and self._request.top > 1 and trials is None:
+            best = refinement.both_changed(best)
         objective_s = best.candidate.objective_s
         # The solver's bound leaves out grids beside its own plans; simulated ones count.
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
@@ -591,125 +473,7 @@ class _CandidatePlans:
         """The plan with the idle devices that were left out of the search."""
         if devices == plan.devices:
             return plan
-        return self._simulated(plan.model_copy(update={"devices": devices}))
-
-    @property
-    def _memory_bytes(self) -> float:
-        """Memory of a device."""
-        return self._request.cluster.device.memory_bytes
-
-    def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
-        """The chosen plan in the fastest order of its micro-batches that fits the memory."""
-        plans = [best.plan]
-        for units in other_orders(best.plan.units):
-            if units != best.plan.units:
-                with suppress(InvalidInputError):
-                    plans.append(self._simulated(best.plan.model_copy(update={"units": units})))
-        fitting = [p for p in plans if peak_bytes(p.predicted) <= self._memory_bytes]
-        # The first of equals: forwards issued early that hide nothing only take memory.
-        return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
-
-    def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
-        """The plan with the order in which its shared ranks idle least."""
-        plan = self._ordered(item.plan)
-        return item if plan is item.plan else replace(item, plan=plan)
-
-    def _ordered(self, plan: Plan, leads: Sequence[int] = LEADS) -> Plan:
-        """A simulated plan in its best order."""
-        return best_order(
-            plan,
-            self._request.costs,
-            simulated=self._simulated,
-            fits=lambda plan: peak_bytes(plan.predicted) <= self._memory_bytes,
-            leads=leads,
-        )
-
-    def _both_changed(self, best: SimulatedPlan) -> SimulatedPlan:
-        """The best plan, or it with split backwards in an order that is found for them.
-
-        Each alone may gain nothing. A baseline that is changed is a baseline no more.
-        """
-        request = self._request
-        plan = best_backwards(
-            best.plan,
-            request.workload,
-            request.cluster,
-            lambda plan: self._ordered(self._simulated(plan), leads=()),
-        )
-        if plan is best.plan:
-            return best
-        solution = best.solution
-        if best.is_baseline:
-            note = f"changed in simulation from {best.label}"
-            solution = replace(_of_neighbours(solution.formula_bound_s), notes=(note,))
-        return replace(best, plan=plan, solution=solution, is_baseline=False)
-
-    def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
-        """The plan with fused backwards, if these fit and can run."""
-        units = fused_backwards(item.plan.units, self._request.workload)
-        if units != item.plan.units:
-            with suppress(InvalidInputError):
-                plan = self._simulated(item.plan.model_copy(update={"units": units}))
-                if peak_bytes(plan.predicted) <= self._memory_bytes:
-                    objective_s = plan.predicted.iteration_s
-                    candidate = replace(item.candidate, objective_s=objective_s)
-                    return replace(item, plan=plan, candidate=candidate)
-        return item
-
-    def _best_backwards(self, fused: SimulatedPlan) -> SimulatedPlan:
-        """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
-        request = self._request
-        if request.top == 1 or fused.is_baseline:
-            return fused
-        plan = best_backwards(fused.plan, request.workload, request.cluster, self._simulated)
-        return replace(fused, plan=plan)
-
-    def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
-        request, training = self._request, self._training
-        if candidate.zero is not None:
-            training = training.model_copy(update={"zero": candidate.zero})
-        units = tuple(_cut_units(candidate, request.workload, training.zero))
-        return Plan(
-            name=request.workload.name,
-            workload=self._workload,
-            profile=self._profile,
-            cluster=request.cluster,
-            devices=request.devices,
-            training=training,
-            depends_on=self._depends_on,
-            tasks=self._tasks,
-            solver=SolverReport(
-                name=solution.solver,
-                method=solution.method,
-                seconds=0.0,
-                objective_s=candidate.objective_s,
-                formula_bound_s=solution.formula_bound_s,
-                formula_gap=0.0,
-                curves=solution.curves,
-                asked=self._asked,
-            ),
-            units=pinned_backwards(units, request.workload),
-            losses=placed_losses(request, candidate.units),
-            waves=candidate.waves,
-            in_turn=candidate.in_turn,
-            order=candidate.order,
-            predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
-        )
-
-    def _simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
-        key = _what_runs(plan)
-        if key not in self._predicted:
-            self._predicted[key] = self._simulate(plan, lowered)
-        return plan.model_copy(update={"predicted": self._predicted[key]})
-
-    def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
-        step = simulated(plan, self._request.costs, lowered)
-        self._instructions[_what_runs(plan)] = sum(map(len, step[0].program.instructions))
-        self._effort += self._instructions[_what_runs(plan)]
-        predicted = prediction(step[0], plan)
-        if self._steps is not None and peak_bytes(predicted) <= self._memory_bytes:
-            self._steps.keep(predicted, step)
-        return predicted
+        return self._plans.simulated(plan.model_copy(update={"devices": devices}))
 
     def _notes(self, best: SimulatedPlan, idle: tuple[int, ...], devices: int) -> list[str]:
         request = self._request
@@ -738,54 +502,14 @@ class _CandidatePlans:
         beyond = extrapolations(best.plan, request.costs)
         if beyond:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
-        if self._dropped:
-            reason = self._dropped[0].message
-            notes.append(f"{counted(len(self._dropped), 'plan')} dropped out: {reason}")
-        if self._too_large:
+        if self._plans.dropped:
+            reason = self._plans.dropped[0].message
+            notes.append(f"{counted(len(self._plans.dropped), 'plan')} dropped out: {reason}")
+        if self._plans.too_large:
             notes.append(
-                f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
+                f"{counted(len(self._plans.too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
-
-
-def _cut_units(candidate: Candidate, workload: Workload, zero: int) -> Iterator[Unit]:
-    """The units, with their ZeRO stage where it is another one than the plan's."""
-    for unit in candidate.units:
-        least = max(workload.zero_of(unit.module), candidate.zero or 0)
-        own = least if unit.zero is None else unit.zero
-        wanted = None if own == zero else own
-        yield unit if unit.zero == wanted else unit.model_copy(update={"zero": wanted})
-
-
-def _of_neighbours(least_s: float) -> Solution:
-    return Solution(
-        solver=NEIGHBOURS,
-        method="simulation",
-        candidates=(),
-        formula_bound_s=least_s,
-        closed_form=False,
-    )
-
-
-def _what_runs(plan: Plan) -> Hashable:
-    """What of a solver's plan decides its step."""
-    order = None if plan.order is None else plan.order.model_dump_json()
-    settings = plan.devices, plan.training.zero, plan.in_turn, order
-    return settings, plan.units, plan.losses, plan.waves
-
-
-def _computes_of(units: Sequence[Unit]) -> int:
-    """Forwards of a round, on all stages of all replicas."""
-    return sum(len(unit.blocks) * sum(map(len, unit.microbatches)) for unit in units)
-
-
-def as_fast_as(plans: Iterable[SimulatedPlan]) -> float:
-    """Seconds of the longest step that is as good as the best of some plans."""
-    return AS_FAST * min(map(_step_s, plans))
-
-
-def _step_s(item: SimulatedPlan) -> float:
-    return rounded(item.plan.predicted.iteration_s)
 
 
 def file_reference(document: Document, path: str | Path | None, folder: Path) -> FileReference:
@@ -801,76 +525,14 @@ def file_reference(document: Document, path: str | Path | None, folder: Path) ->
     return FileReference(path=relative_path(path, folder), sha256=file_sha256(path))
 
 
-def planned_tasks(request: Request) -> dict[str, PlannedTask]:
-    """The workload's tasks as the plan's file has them, for compiling and simulating.
-
-    Raises:
-        InvalidInputError: blocks are frozen that a module does not have.
-    """
-    planned: dict[str, PlannedTask] = {}
-    for name, task in request.tasks.items():
-        blocks = {m: request.costs.num_blocks(task=name, module=m) for m in task.modules}
-        _check_frozen(task, blocks)
-        owners = {m: request.workload.modules[m].share or m for m in task.modules}
-        ties = {m: request.costs.profile.ties.get(owner, ()) for m, owner in owners.items()}
-        planned[name] = planned_task(request.workload, task, blocks, ties)
-    return planned
-
-
-def _check_frozen(task: TaskView, blocks: Mapping[str, int]) -> None:
-    """Only the profile knows how many blocks there are."""
-    for module, frozen in task.frozen.items():
-        for a, b in () if isinstance(frozen, bool) else frozen:
-            if b > blocks[module]:
-                raise InvalidInputError(
-                    f"modules.{module}.frozen: [{a}, {b}] ends beyond its {blocks[module]} blocks",
-                    hint=f"blocks count from 0, the last range may end at {blocks[module]}; if the "
-                    "module has changed, profile it again",
-                )
-
-
-def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
-    """Cross-sample losses on all ranks that have their features, others on their host module's."""
-    placed: list[PlanLoss] = []
-    for name, task in request.tasks.items():
-        problem = Problem(request=request, task=task)
-        last = {
-            module: max(
-                (u for u in units if (u.task, u.module) == (name, module)),
-                key=lambda u: u.blocks[-1],
-            )
-            for module in task.modules
-        }
-        for loss in task.loss_inputs:
-            modules = (
-                problem.synced_modules(loss)
-                if loss in task.sync_batches
-                else [m for m in task.modules if loss in problem.hosted_losses(m)]
-            )
-            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
-            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
-    return tuple(placed)
-
-
-def none_fits(
-    too_large: Sequence[float],
-    dropped: Sequence[InvalidInputError],
-    memory_bytes: float,
-    notes: Sequence[str],
-) -> InfeasibleError | InvalidInputError:
-    """The error for a search without a plan.
-
-    Args:
-        too_large: peak memory of each candidate that does not fit, bytes.
-        dropped: errors of the candidates that cannot run.
-        memory_bytes: memory of a device.
-        notes: remarks on the search.
-    """
-    if not too_large:
-        return dropped[0]
+def _none_fits(plans: CandidatePlans, notes: Sequence[str]) -> InfeasibleError | InvalidInputError:
+    """The error for a search without a plan, with remarks on the search."""
+    if not plans.too_large:
+        return plans.dropped[0]
+    least = min(plans.too_large)
     return InfeasibleError(
-        f"the smallest of {counted(len(too_large), 'plan')} holds {size(min(too_large))} "
-        f"on a device, {'; '.join((missing(min(too_large), memory_bytes), *notes))}",
+        f"the smallest of {counted(len(plans.too_large), 'plan')} holds {size(least)} "
+        f"on a device, {'; '.join((missing(least, plans.memory_bytes), *notes))}",
         hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
     )
 

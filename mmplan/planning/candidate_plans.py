@@ -1,0 +1,281 @@
+"""From a solver's candidate to a plan: lowered, simulated, held against memory and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mmplan.errors import InvalidInputError
+from mmplan.planning.measured_trials import SimulatedPlan, peak_bytes
+from mmplan.planning.unit_schedules import pinned_backwards
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
+from mmplan.schema.agreement import depended_on, planned_task
+from mmplan.schema.plan import (
+    Asked,
+    FileReference,
+    Plan,
+    PlanLoss,
+    PlannedTask,
+    PlannedTraining,
+    Prediction,
+    SolverReport,
+    Unit,
+)
+from mmplan.schema.workload import TaskView, Workload
+from mmplan.simulation.least_step import least_step_s
+from mmplan.simulation.peak_memory import memory_lower_bound
+from mmplan.simulation.step import prediction
+from mmplan.simulation.symmetry import BestSteps, simulated
+from mmplan.solvers.placement import last_stage_ranks
+from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.registry import BASELINES
+
+# Instructions that a quiet core compiles and simulates in a second. Patience is counted in
+# instructions, so that a busy machine finds the same plans.
+INSTRUCTIONS_PER_S = 100_000
+# Instructions that each plan counts beside its own: a small one takes time too.
+INSTRUCTIONS_PER_PLAN = 1_000
+# Instructions of a plan for each of its computes, about: some are messages.
+INSTRUCTIONS_PER_COMPUTE = 6
+# The first plans of each kind are simulated whatever their formulas say up to so many instructions,
+# small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
+# of devices all are simulated.
+INSTRUCTIONS_OF_FIRST = 100_000
+
+
+class CandidatePlans:
+    """Turns candidates into plans and simulates these; remembers what was simulated.
+
+    Args:
+        request: that all plans answer.
+        files: the workload's and the profile's.
+        training: of the plans.
+        asked: what the user asked for.
+        steps: keeps the shortest steps that fit the memory.
+
+    Attributes:
+        effort: so far, in instructions.
+        too_large: peak memory of each candidate that does not fit, bytes.
+        dropped: errors of the candidates that cannot run.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        files: tuple[FileReference, FileReference],
+        training: PlannedTraining,
+        asked: Asked,
+        steps: BestSteps | None,
+    ) -> None:
+        self.request, self.asked = request, asked
+        self.effort = 0
+        self.too_large: list[float] = []
+        self.dropped: list[InvalidInputError] = []
+        self._training, self._steps = training, steps
+        self._workload, self._profile = files
+        self._tasks = planned_tasks(request)
+        self._depends_on = depended_on(
+            request.workload, request.tasks, working=request.costs.profile.data
+        )
+        # Several solvers find the same plan.
+        self._predicted: dict[Hashable, Prediction] = {}
+        self._instructions: dict[Hashable, int] = {}
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a device."""
+        return self.request.cluster.device.memory_bytes
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a simulated plan fits the memory."""
+        return peak_bytes(plan.predicted) <= self.memory_bytes
+
+    def instructions_of(self, plan: Plan) -> int:
+        """Of a simulated plan."""
+        return self._instructions[_what_runs(plan)]
+
+    def attempt(
+        self,
+        solution: Solution,
+        candidate: Candidate,
+        limit_s: float = math.inf,
+        most: float = math.inf,
+    ) -> Iterator[SimulatedPlan]:
+        """The candidate's simulated plan; nothing where it does not fit, run or keep the limits."""
+        plan = self.plan(solution, candidate)
+        try:
+            plan, needed = self.with_bytes(plan, limit_s, most)
+        except InvalidInputError as error:
+            # Stage orders of this candidate may deadlock, or its tied blocks have several tp
+            # degrees; other candidates may still run.
+            self.dropped.append(error)
+            return
+        if needed > self.memory_bytes:
+            self.too_large.append(needed)
+            return
+        if min(limit_s, most) < math.inf and not plan.predicted.iteration_s:
+            return
+        if not (solution.closed_form and candidate.closed_form):
+            objective_s = max(candidate.objective_s, plan.predicted.iteration_s)
+            candidate = replace(candidate, objective_s=objective_s)
+        yield SimulatedPlan(
+            solution=solution,
+            candidate=candidate,
+            plan=plan,
+            is_baseline=solution.solver in BASELINES,
+        )
+
+    def with_bytes(
+        self, plan: Plan, limit_s: float = math.inf, most: float = math.inf
+    ) -> tuple[Plan, float]:
+        """The bytes that a plan needs at least; of a simulated one all of them.
+
+        It is simulated where it may fit the memory and may take no more than ``limit_s``, with no
+        more than ``most`` instructions, about.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
+        if _what_runs(plan) in self._predicted:
+            plan = self.simulated(plan)
+            return plan, peak_bytes(plan.predicted)
+        lowered = lower_plan(plan)
+        computes = sum(sum(stage.rounds) for stage in lowered.simulated_graph.stages)
+        self.effort += INSTRUCTIONS_PER_PLAN + computes
+        if INSTRUCTIONS_PER_COMPUTE * computes > most:
+            return plan, 0.0
+        needed = memory_lower_bound(plan, self.request.costs, lowered)
+        if needed > self.memory_bytes:
+            return plan, needed
+        if limit_s < math.inf:
+            least_s = least_step_s(plan, self.request.costs, lowered, as_planned=True)
+            if least_s > limit_s:
+                return plan, needed
+        plan = self.simulated(plan, lowered)
+        return plan, peak_bytes(plan.predicted)
+
+    def plan(self, solution: Solution, candidate: Candidate) -> Plan:
+        """The candidate as a plan that is not simulated yet."""
+        request, training = self.request, self._training
+        if candidate.zero is not None:
+            training = training.model_copy(update={"zero": candidate.zero})
+        units = tuple(_cut_units(candidate, request.workload, training.zero))
+        return Plan(
+            name=request.workload.name,
+            workload=self._workload,
+            profile=self._profile,
+            cluster=request.cluster,
+            devices=request.devices,
+            training=training,
+            depends_on=self._depends_on,
+            tasks=self._tasks,
+            solver=SolverReport(
+                name=solution.solver,
+                method=solution.method,
+                seconds=0.0,
+                objective_s=candidate.objective_s,
+                formula_bound_s=solution.formula_bound_s,
+                formula_gap=0.0,
+                curves=solution.curves,
+                asked=self.asked,
+            ),
+            units=pinned_backwards(units, request.workload),
+            losses=placed_losses(request, candidate.units),
+            waves=candidate.waves,
+            in_turn=candidate.in_turn,
+            order=candidate.order,
+            predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
+        )
+
+    def simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
+        """The plan with its prediction.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
+        key = _what_runs(plan)
+        if key not in self._predicted:
+            self._predicted[key] = self._simulate(plan, lowered)
+        return plan.model_copy(update={"predicted": self._predicted[key]})
+
+    def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
+        step = simulated(plan, self.request.costs, lowered)
+        self._instructions[_what_runs(plan)] = sum(map(len, step[0].program.instructions))
+        self.effort += self._instructions[_what_runs(plan)]
+        predicted = prediction(step[0], plan)
+        if self._steps is not None and peak_bytes(predicted) <= self.memory_bytes:
+            self._steps.keep(predicted, step)
+        return predicted
+
+
+def _cut_units(candidate: Candidate, workload: Workload, zero: int) -> Iterator[Unit]:
+    """The units, with their ZeRO stage where it is another one than the plan's."""
+    for unit in candidate.units:
+        least = max(workload.zero_of(unit.module), candidate.zero or 0)
+        own = least if unit.zero is None else unit.zero
+        wanted = None if own == zero else own
+        yield unit if unit.zero == wanted else unit.model_copy(update={"zero": wanted})
+
+
+def _what_runs(plan: Plan) -> Hashable:
+    """What of a solver's plan decides its step."""
+    order = None if plan.order is None else plan.order.model_dump_json()
+    settings = plan.devices, plan.training.zero, plan.in_turn, order
+    return settings, plan.units, plan.losses, plan.waves
+
+
+def computes_of(units: Sequence[Unit]) -> int:
+    """Forwards of a round, on all stages of all replicas."""
+    return sum(len(unit.blocks) * sum(map(len, unit.microbatches)) for unit in units)
+
+
+def planned_tasks(request: Request) -> dict[str, PlannedTask]:
+    """The workload's tasks as the plan's file has them, for compiling and simulating.
+
+    Raises:
+        InvalidInputError: blocks are frozen that a module does not have.
+    """
+    planned: dict[str, PlannedTask] = {}
+    for name, task in request.tasks.items():
+        blocks = {m: request.costs.num_blocks(task=name, module=m) for m in task.modules}
+        _check_frozen(task, blocks)
+        owners = {m: request.workload.modules[m].share or m for m in task.modules}
+        ties = {m: request.costs.profile.ties.get(owner, ()) for m, owner in owners.items()}
+        planned[name] = planned_task(request.workload, task, blocks, ties)
+    return planned
+
+
+def _check_frozen(task: TaskView, blocks: Mapping[str, int]) -> None:
+    """Only the profile knows how many blocks there are."""
+    for module, frozen in task.frozen.items():
+        for a, b in () if isinstance(frozen, bool) else frozen:
+            if b > blocks[module]:
+                raise InvalidInputError(
+                    f"modules.{module}.frozen: [{a}, {b}] ends beyond its {blocks[module]} blocks",
+                    hint=f"blocks count from 0, the last range may end at {blocks[module]}; if the "
+                    "module has changed, profile it again",
+                )
+
+
+def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
+    """Cross-sample losses on all ranks that have their features, others on their host module's."""
+    placed: list[PlanLoss] = []
+    for name, task in request.tasks.items():
+        problem = Problem(request=request, task=task)
+        last = {
+            module: max(
+                (u for u in units if (u.task, u.module) == (name, module)),
+                key=lambda u: u.blocks[-1],
+            )
+            for module in task.modules
+        }
+        for loss in task.loss_inputs:
+            modules = (
+                problem.synced_modules(loss)
+                if loss in task.sync_batches
+                else [m for m in task.modules if loss in problem.hosted_losses(m)]
+            )
+            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
+            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
+    return tuple(placed)

@@ -1,0 +1,157 @@
+"""Other orders and backwards of a chosen plan, where they make its step shorter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from mmplan.errors import InvalidInputError
+from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
+from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
+from mmplan.planning.order_search import LEADS, best_order
+from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
+from mmplan.schema.plan import Plan
+from mmplan.simulation.least_step import least_step_s
+from mmplan.solvers.problem import Solution
+
+# Who found a plan that is a change of solvers' plans.
+NEIGHBOURS = "neighbours"
+# Other orders and backwards are tried of plans that take up to this times the best step; chosen by
+# hand: orders alone may gain a quarter.
+REFINED_WITHIN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefinedPlan:
+    """A plan and its changes, each of the one before.
+
+    Attributes:
+        plain: fused backwards, in the best order of its micro-batches.
+        reordered: in the best order on shared ranks.
+        split: with split backwards where they gain; the plan itself where all this lost.
+    """
+
+    plain: SimulatedPlan
+    reordered: SimulatedPlan
+    split: SimulatedPlan
+
+
+class Refinement:
+    """Changes of a plan that keep its units' degrees and devices.
+
+    Args:
+        plans: simulates them.
+    """
+
+    def __init__(self, plans: CandidatePlans) -> None:
+        self._plans, self._request = plans, plans.request
+
+    def run(
+        self, best_of: Mapping[str, SimulatedPlan], *, all_of_them: bool
+    ) -> dict[str, RefinedPlan]:
+        """Each solver's best plan, refined where it may become the best of all.
+
+        Args:
+            best_of: by solver, the best first.
+            all_of_them: those too that are slower by their computes alone.
+        """
+        found = {
+            solver: RefinedPlan(plain=x, reordered=x, split=x) for solver, x in best_of.items()
+        }
+        effort_before = self._plans.effort
+        for solver, first in best_of.items():
+            limit_s = math.inf if all_of_them else as_fast_as(x.split for x in found.values())
+            spent = self._plans.effort - effort_before
+            if spent and spent + self._plans.instructions_of(first.plan) > INSTRUCTIONS_OF_FIRST:
+                continue  # it is large, and was not the best
+            least_s = least_step_s(first.plan, self._request.costs)
+            if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
+                continue  # no order of it is the best
+            plain = self._best_order(self._fused(first))
+            reordered = self._on_shared_ranks(plain)
+            split = self._best_backwards(reordered)
+            if step_s(split) > step_s(first):  # a search has found more
+                split = first
+            found[solver] = RefinedPlan(plain=plain, reordered=reordered, split=split)
+        return found
+
+    def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The chosen plan in the fastest order of its micro-batches that fits the memory."""
+        plans = [best.plan]
+        for units in other_orders(best.plan.units):
+            if units != best.plan.units:
+                with suppress(InvalidInputError):
+                    plans.append(
+                        self._plans.simulated(best.plan.model_copy(update={"units": units}))
+                    )
+        fitting = [plan for plan in plans if self._plans.fits(plan)]
+        # The first of equals: forwards issued early that hide nothing only take memory.
+        return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
+
+    def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
+        """The plan with the order in which its shared ranks idle least."""
+        plan = self._ordered(item.plan)
+        return item if plan is item.plan else replace(item, plan=plan)
+
+    def _ordered(self, plan: Plan, leads: Sequence[int] = LEADS) -> Plan:
+        """A simulated plan in its best order."""
+        return best_order(
+            plan,
+            self._request.costs,
+            simulated=self._plans.simulated,
+            fits=self._plans.fits,
+            leads=leads,
+        )
+
+    def both_changed(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The best plan, or it with split backwards in an order that is found for them.
+
+        Each alone may gain nothing. A baseline that is changed is a baseline no more.
+        """
+        request = self._request
+        plan = best_backwards(
+            best.plan,
+            request.workload,
+            request.cluster,
+            lambda plan: self._ordered(self._plans.simulated(plan), leads=()),
+        )
+        if plan is best.plan:
+            return best
+        solution = best.solution
+        if best.is_baseline:
+            note = f"changed in simulation from {best.label}"
+            solution = replace(of_neighbours(solution.formula_bound_s), notes=(note,))
+        return replace(best, plan=plan, solution=solution, is_baseline=False)
+
+    def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
+        """The plan with fused backwards, if these fit and can run."""
+        units = fused_backwards(item.plan.units, self._request.workload)
+        if units != item.plan.units:
+            with suppress(InvalidInputError):
+                plan = self._plans.simulated(item.plan.model_copy(update={"units": units}))
+                if self._plans.fits(plan):
+                    objective_s = plan.predicted.iteration_s
+                    candidate = replace(item.candidate, objective_s=objective_s)
+                    return replace(item, plan=plan, candidate=candidate)
+        return item
+
+    def _best_backwards(self, fused: SimulatedPlan) -> SimulatedPlan:
+        """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
+        request = self._request
+        if request.top == 1 or fused.is_baseline:
+            return fused
+        plan = best_backwards(fused.plan, request.workload, request.cluster, self._plans.simulated)
+        return replace(fused, plan=plan)
+
+
+def of_neighbours(least_s: float) -> Solution:
+    """The solution whose plans are changes of others; no plan takes less than ``least_s``."""
+    return Solution(
+        solver=NEIGHBOURS,
+        method="simulation",
+        candidates=(),
+        formula_bound_s=least_s,
+        closed_form=False,
+    )
