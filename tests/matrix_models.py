@@ -109,6 +109,14 @@ def words(blocks: int) -> nn.Sequential:
     return nn.Sequential(*(Words() for _ in range(blocks)))
 
 
+def tied_words(blocks: int) -> nn.Sequential:
+    """The first block's table is its own head and the last block's table and head."""
+    items = [Words() for _ in range(blocks)]
+    table = items[0].table.weight
+    items[0].head.weight = items[-1].table.weight = items[-1].head.weight = table
+    return nn.Sequential(*items)
+
+
 def shared_norms(blocks: int) -> nn.Sequential:
     """All blocks have one norm of the queries' heads."""
     items = [HeadNorms() for _ in range(blocks)]

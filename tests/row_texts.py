@@ -21,6 +21,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "factory": "mmplan.zoo.decoder:llama",
         "args": {"width": 16, "heads": 4, "vocab": VOCAB, "ffn": 24, "blocks": 3},
     },
+    "tied": {
+        "factory": "mmplan.zoo.hf:causal_lm",
+        "args": {
+            "config": {
+                **{"model_type": "qwen3", "hidden_size": 16, "num_attention_heads": 4},
+                **{"num_key_value_heads": 4, "num_hidden_layers": 3, "head_dim": 4},
+                **{"intermediate_size": 24, "vocab_size": VOCAB, "tie_word_embeddings": True},
+            }
+        },
+    },
     "qwen3": {
         "factory": "mmplan.zoo.hf:causal_lm",
         "args": {

@@ -49,14 +49,13 @@ class Setup:
     recompute: str = "none"
     # The first tower takes rows, some to each sample, and passes them on.
     ragged: bool = False
-    # A decoder of this degree in place of the towers.
-    text: int = 0
+    # A decoder in place of the towers.
+    text: TextCase | None = None
 
     def made(self) -> tuple[Plan, Workload]:
         if self.text:
-            case = TextCase(tp=self.text)
             args = {"lr": 0.01, "eps": 1e-4}
-            return case.plan(), case.workload(clip_grad_norm=0.5, optimizer_args=args)
+            return self.text.plan(), self.text.workload(clip_grad_norm=0.5, optimizer_args=args)
         units: list[UnitSpec] = [
             unit("v", "a", blocks=2, dp=2, tp=self.tp, pp=self.pp, k=2, sizes=self.sizes),
             unit("t", "b", blocks=2, dp=2, k=1),
@@ -92,7 +91,7 @@ class Setup:
 
 PLAIN = Setup()
 ZERO = Setup(zero=1)
-TEXT = Setup(text=2)
+TEXT = Setup(text=TextCase(tp=2))
 DROPOUT = Setup(args={"dropout": 0.3})
 
 
@@ -272,6 +271,10 @@ def ties_not_summed() -> Planted:
     return _around(Reductions, "reduce", leave_out)
 
 
+def ends_with_shards_of_their_own() -> Planted:
+    return _around(tensor_parallel, "_cut", lambda sound, *given: sound(*given[:-1], {}))
+
+
 def partial_gradient_under_tp() -> Planted:
     def kept(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].clone(), None
@@ -390,6 +393,12 @@ FAULTS = {
             "piper#13, Megatron-Bridge#5380",
             "gradient",
             setup=Setup(pp=2, factories={"v": "tied"}),
+        ),
+        _fault(
+            ends_with_shards_of_their_own,
+            "a tied vocabulary",
+            "gradient",
+            setup=Setup(text=TextCase(model="tied", tp=2)),
         ),
         _fault(partial_gradient_under_tp, "Megatron-LM#1446", "gradient", setup=Setup(tp=2)),
         _fault(found_words_not_summed, "a cut embedding's sum", "gradient", setup=TEXT),

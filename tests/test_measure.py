@@ -368,24 +368,36 @@ def test_samples_change_between_repeats_and_repeat_beyond_the_pool(folder: Path)
     assert not first.requires_grad
 
 
-def test_tied_blocks_are_not_measured_with_tensor_parallelism(folder: Path) -> None:
+@pytest.mark.parametrize(("rule", "degrees"), [("colwise", [1, 2]), ("rowwise", [1])])
+def test_tied_blocks_are_measured_where_they_are_cut_alike(
+    folder: Path, rule: str, degrees: list[int]
+) -> None:
     (folder / "measured_model.py").write_text(
         USER_FILE
-        + """
+        + f"""
+
+class Ends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.tp_plan = {{"up": "colwise", "down": "rowwise"}}
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
 
 def tied():
-    a, b = (nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
-    b[0].weight = a[0].weight
-    for block in (a, b):
-        block.tp_plan = {"0": "colwise"}
+    a, b = Ends(), Ends()
+    (b.up if {rule!r} == "colwise" else b.down).weight = a.up.weight
     return nn.Sequential(a, b)
 """
     )
     at = measurer(folder, workload_dict("measured_model:tied"))
     found = at.measure({"kind": "describe", "module": "vision", "tps": [2]})
-    assert found["tps"] == [1]
-    assert "0.0.weight, which another block shares" in found["refused"]["2"]
-    assert found["block_parameters"] == [20, 4], "a tied parameter counts once"
+    assert found["tps"] == degrees, found["refused"]
+    obstacle = "tp_plan cuts 1.down.weight (rowwise), which is tied to 0.up.weight (colwise)"
+    assert [obstacle in text for text in found["refused"].values()] == [True] * (2 - len(degrees))
+    assert found["block_parameters"] == [136, 72], "a tied parameter counts once"
     assert found["tied_blocks"] == ((0, 1),)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mmlaunch.checkpoint.boxes import ShardStyle, shard_boxes
 from mmlaunch.model.shard_layout import ShardLayout, flat_parts, shard_layout
-from mmplan.errors import InvalidInputError
-from mmplan.program.shards import Ranks, ShardSum, held_shards, is_crowded, shard_sums, whole_sums
+from mmplan.program.shards import Ranks, ShardSum, held_shards, is_crowded, shard_sums
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
 
@@ -79,9 +78,6 @@ def test_whole_parameters_are_brought_once_by_every_group(groups: list[Ranks]) -
         for group in groups:
             assert len(set(group) & set(total.contributors)) == 1
     assert reached == dict.fromkeys({rank for group in groups for rank in group}, 1)
-    for ranks, adds in whole_sums(groups):
-        assert all(len(set(group) & set(adds)) == 1 for group in groups)
-        assert set(adds) <= set(ranks)
 
 
 @settings(deadline=None)
@@ -116,13 +112,6 @@ def test_groups_that_share_a_rank_have_one_sum_of_whole_parameters() -> None:
         ((1, 2), (1, 2), "cut", (1, 2)),
         ((0, 2), (0, 1, 2), "whole", (0,)),
     ]
-
-
-def test_a_rank_may_bring_a_tied_parameter_for_groups_of_several_sizes() -> None:
-    assert whole_sums([(0, 1), (1,), (2,)]) == [((0, 1, 2), (1, 2))]
-    assert whole_sums([(0, 1), (1, 0)]) == [((0, 1), (0,))]
-    with pytest.raises(InvalidInputError, match="no ranks stand for each"):
-        whole_sums([(0, 1), (1, 2), (2, 0)])
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,12 @@ class Special(nn.Linear):
         (Plain(), {"down": "rowwise"}, 5, "in_features 36, which tp 5"),
         (Plain(24, 3), {"attention.q": "colwise"}, 2, "3 heads of 8 channels"),
         (towers.vision(1, 50, heads=25)[0], None, 2, "25 heads of 2 channels"),
-        (Tied(), {"b": "colwise"}, 2, "cuts b.weight, which is tied to a.weight"),
+        (
+            Tied(),
+            {"b": "colwise"},
+            2,
+            r"cuts b.weight \(colwise\), which is tied to a.weight",
+        ),
         (nn.Sequential(nn.Embedding(4, 4)), {"0": "colwise"}, 2, "an? Embedding"),
         (nn.Sequential(Special(4, 4)), {"0": "colwise"}, 2, "a Special"),
     ],

@@ -118,17 +118,18 @@ def mutants(
     for rank in counted:
         fewer = tuple(r for r in counted if r != rank)
         yield f"does not count rank {rank}", (replace(update, counted=fewer),)
-    if isinstance(update, BlockUpdate):
+    if isinstance(update, BlockUpdate | TieUpdate):
         first, end = update.shards
         yield "more shards", (replace(update, tp=2 * update.tp),)
         for shards in ((first, end + 1), (first + 1, end + 1), (first, first)):
             yield f"shards {shards}", (replace(update, shards=shards),)
-        start, stop = update.blocks
-        for blocks in ((start, stop + 1), (start + 1, stop), (stop, start)):
-            yield f"blocks {blocks}", (replace(update, blocks=blocks),)
         if update.tp > 1:
             other = "whole" if update.parameters == "cut" else "cut"
             yield f"of {other} parameters", (replace(update, parameters=other),)
+    if isinstance(update, BlockUpdate):
+        start, stop = update.blocks
+        for blocks in ((start, stop + 1), (start + 1, stop), (stop, start)):
+            yield f"blocks {blocks}", (replace(update, blocks=blocks),)
     elif isinstance(update, TieUpdate):
         yield "of other blocks", (replace(update, blocks=(*update.blocks, 99)),)
 
@@ -161,16 +162,24 @@ def test_faults_name_the_place() -> None:
 
 def test_sums_that_do_not_fit_their_updates_are_faults() -> None:
     graph = lower(given(CASES["a tie over tp 2 and tp 1"])[0])
-    (tie,) = (r for r in graph.reductions if isinstance(r, TieReduction))
-    assert (tie.blocks, tie.ranks, tie.contributors) == ((0, 2), (0, 1, 2), (0, 2))
-    shorter = replace(tie, ranks=(0, 2))
-    several = replace(tie, contributors=tie.ranks)
+    ties = [r for r in graph.reductions if isinstance(r, TieReduction)]
+    assert {r.blocks for r in ties} == {(0, 2)}
+    assert [(r.parameters, r.shards, r.ranks, r.contributors) for r in ties] == [
+        ("cut", (0, 1), (0, 2), (0, 2)),
+        ("cut", (1, 2), (1, 2), (1, 2)),
+        ("whole", (0, 2), (0, 1, 2), (0, 2)),
+    ]
     own = next(r for r in graph.reductions if isinstance(r, LossReduction))
-    for wrong in (shorter, several, replace(own, ranks=own.ranks[:-1])):
+    changes = [replace(own, ranks=own.ranks[:-1]), replace(ties[2], contributors=ties[2].ranks)]
+    changes += [replace(r, ranks=r.ranks[:-1]) for r in ties]
+    changes += [replace(r, contributors=r.contributors[:-1]) for r in ties]
+    changes += [replace(r, shards=(0, 1), tp=4) for r in ties[:2]]
+    for wrong in changes:
         sums = [wrong if r.index == wrong.index else r for r in graph.reductions]
         assert list(update_faults(replace(graph, reductions=sums))), wrong
-    left = [r for r in graph.reductions if r is not tie]
-    assert list(update_faults(replace(graph, reductions=left)))
+    for tie in ties:
+        left = [r for r in graph.reductions if r is not tie]
+        assert list(update_faults(replace(graph, reductions=left)))
     assert list(update_faults(replace(graph, ties={})))
 
 

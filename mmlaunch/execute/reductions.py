@@ -35,8 +35,6 @@ from mmlaunch.model.local_model import LocalModel, tensors_in
 from mmlaunch.model.precision import widen_rows
 from mmlaunch.model.whole_modules import BlockKey
 from mmplan.program.model import (
-    BlockReduction,
-    BlockUpdate,
     Loss,
     LossReduction,
     LossUpdate,
@@ -120,18 +118,15 @@ class Reductions:
         if isinstance(reduction, LossReduction):
             prefix = f"losses.{reduction.owner}."
             names = [name for name in self._trained if name.startswith(prefix)]
-            return [self._whole(name, reduction.ranks) for name in names]
+            return [whole_slice(name, self._trained[name]) for name in names]
         if isinstance(reduction, TieReduction):
             shared = reduction.owner, reduction.blocks
             names = [n for n, tie in self._ties.items() if (tie.owner, tie.blocks) == shared]
-            return [self._whole(n, reduction.contributors) for n in names if n in self._trained]
-        parameters = self._model.block_parameters(reduction.owner, reduction.blocks)
+            parameters = {n: self._trained[n] for n in names if n in self._trained}
+        else:
+            parameters = self._model.block_parameters(reduction.owner, reduction.blocks)
         contributes = self._transport.rank in reduction.contributors
         return [*slices_of(reduction, parameters, self._model.layouts, contributes=contributes)]
-
-    def _whole(self, name: str, contributors: Ranks) -> ParameterSlice:
-        contributes = self._transport.rank in contributors
-        return whole_slice(name, self._trained[name], contributes=contributes)
 
     def _sums_of(self, reduction: Reduction) -> Iterator[_Sum]:
         """The sums of a reduction, each of one type of numbers and one way to update.
@@ -179,9 +174,9 @@ class Reductions:
     def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
         """The update of a parameter, or of the part of it that a reduction sums."""
         found = self._updates_of(name)
-        if isinstance(reduction, BlockReduction) and reduction.parameters == "cut":
+        if not isinstance(reduction, LossReduction) and reduction.parameters == "cut":
             part = reduction.tp, reduction.shards
-            found = [u for u in found if isinstance(u, BlockUpdate) and (u.tp, u.shards) == part]
+            found = [u for u in found if not isinstance(u, LossUpdate) and (u.tp, u.shards) == part]
         (update,) = found
         return update
 
@@ -194,13 +189,13 @@ class Reductions:
         tie = self._ties.get(name)
         if isinstance(update, LossUpdate):
             return first == "losses" and second == update.owner
-        if isinstance(update, TieUpdate):
-            return tie is not None and (tie.owner, tie.blocks) == (update.owner, update.blocks)
-        if first != update.owner or tie is not None:
-            return False
         kind = "cut" if name in self._model.layouts else "whole"
+        if first != update.owner or update.parameters not in ("all", kind):
+            return False
+        if isinstance(update, TieUpdate):
+            return tie is not None and tie.blocks == update.blocks
         start, end = update.blocks
-        return start <= int(second) < end and update.parameters in ("all", kind)
+        return tie is None and start <= int(second) < end
 
     def updated_slices(self) -> list[UpdatedSlice]:
         """The slices that this rank's optimizer updates, in the order of its parameters."""

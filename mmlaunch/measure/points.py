@@ -34,7 +34,9 @@ from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.tensor_parallel import (
     GroupSums,
+    Shards,
     block_plan,
+    check_tied_alike,
     group_name,
     shard_block,
     sum_gradients,
@@ -48,7 +50,7 @@ from mmplan.proof.row_cuts import RowCuts, RowFlow
 from mmplan.proof.tp_states import TPStates, module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.base import Json
-from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
+from mmplan.schema.factories import build_loss, build_module, tied_blocks
 from mmplan.schema.fingerprints import built_parts
 from mmplan.schema.protocols import (
     as_sharded,
@@ -183,13 +185,10 @@ class Measurer:
             plans = [block_plan(b, where=f"{name}.{i}") for i, b in enumerate(module)]
             if not any(plans):
                 return "no block has a tp_plan"
-            ties = tied_parameters(module)
+            check_tied_alike(module, name)
             for index, block in enumerate(module):
                 where = f"{name}.{index}"
-                cut = shard_block(block, index=0, count=tp, comm=NoComm(), where=where)
-                tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
-                if tied:
-                    return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
+                shard_block(block, index=0, count=tp, comm=NoComm(), where=where)
             self._followed(name, tp)
         except InvalidInputError as error:
             return error.message
@@ -401,10 +400,10 @@ class Measurer:
             self._cuts = {}
             module = build_module(self._workload, name, self._folder)
             if tp > 1:
-                comm = self._groups[tp]
+                comm, place, shards = self._groups[tp], self._rank % tp, Shards()
                 for index, block in enumerate(module):
                     where = f"{name}.{index}"
-                    shard_block(block, index=self._rank % tp, count=tp, comm=comm, where=where)
+                    shard_block(block, index=place, count=tp, comm=comm, where=where, shards=shards)
             module = module.to(self._device).train()
             for block, states in zip(module, self._followed(name, tp), strict=False):
                 partial = sorted(states.partial)

@@ -20,10 +20,12 @@ from mmlaunch.model.precision import matrix_names
 from mmlaunch.model.shard_layout import ShardLayout
 from mmlaunch.model.tensor_parallel import (
     GroupSums,
+    Shards,
     TensorParallelComm,
     Tokens,
     TPGroups,
     VocabularyLinear,
+    check_tied_alike,
     cut_parameters,
     gathered,
     group_name,
@@ -92,8 +94,8 @@ class LocalModel:
     Attributes:
         blocks: this rank's blocks.
         losses: this rank's losses, by name.
-        layouts: shard layouts of cut parameters, by full name; also of parameters that are whole
-            here and cut on other ranks.
+        layouts: shard layouts of cut parameters, by the full name under which they are saved; also
+            of parameters that are whole here and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
         matrices: full names of the weights that may be narrow
@@ -227,13 +229,16 @@ class LocalModel:
     ) -> dict[str, list[Box]]:
         """Keep the stages' blocks, cut; returns the kept parts of cut parameters."""
         self._note_ties(owner, module)
+        if any(stage.shards > 1 for stage in self._program.stages if stage.owner == owner):
+            check_tied_alike(module, owner)
         self.matrices |= {f"{owner}.{name}" for name in matrix_names(module)}
         cuts: dict[str, list[Box]] = {}
+        shards: Shards = {}
         for stage in kept:
             for index in range(*stage.blocks):
                 if (owner, index) not in self.blocks:
                     self.blocks[owner, index] = module[index]
-                    cuts |= self._cut(stage, index)
+                    cuts |= self._cut(stage, index, shards)
         self.tp_groups.prepare(owner, self._blocks_of(owner), kept, self._comm)
         return cuts
 
@@ -246,7 +251,10 @@ class LocalModel:
                     self.tp_groups.leave_out(stage, index)
         for owner, index in several:
             for name, parameter in self.blocks[owner, index].named_parameters():
-                if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.layouts:
+                if (
+                    parameter.requires_grad
+                    and self.saved_name(owner, index, name) not in self.layouts
+                ):
                     self.tp_groups.hook(index, parameter)
 
     def _share_items(self, stage: Stage) -> None:
@@ -277,8 +285,7 @@ class LocalModel:
             parameters = dict(self.blocks[stage.owner, index].named_parameters())
             group = tuple(sorted(stage.ranks[cast("tuple[int, int]", place)[0]]))
             for name in names:
-                full = self.canonical.get(f"{stage.owner}.{index}.{name}")
-                full = full or f"{stage.owner}.{index}.{name}"
+                full = self.saved_name(stage.owner, index, name)
                 if any(tie.name == full for tie in self.ties):
                     raise InvalidInputError(
                         f"{full} stands in several blocks, and each rank of a tp group has a part "
@@ -313,8 +320,14 @@ class LocalModel:
             gather = partial(gathered, comm=comm)
             self.own_logits[stage.index] = OwnLogits(tokens=head.tp_tokens, gather=gather)
 
-    def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:
-        """Cut one kept block; returns the kept parts by name in the module."""
+    def _cut(self, stage: Stage, index: int, shards: Shards) -> dict[str, list[Box]]:
+        """Cut one kept block; returns the kept parts by name in the module.
+
+        Args:
+            stage: that runs it.
+            index: of the block.
+            shards: of parameters that others of the module's blocks may share.
+        """
         d, t = stage.place(self._rank)
         where = f"{stage.owner}.{index}"
         block = self.blocks[stage.owner, index]
@@ -322,24 +335,23 @@ class LocalModel:
             self._note_uncut(stage.owner, index, block)
             return {}
         group = tuple(sorted(stage.ranks[d]))
-        cut = shard_block(block, index=t, count=stage.tp, comm=self._comm(group), where=where)
-        tied_across = {tie.name for tie in self.ties}
+        comm = self._comm(group)
+        cut = shard_block(block, index=t, count=stage.tp, comm=comm, where=where, shards=shards)
         for name, layout in cut.items():
-            full = self.canonical.get(f"{where}.{name}", f"{where}.{name}")
-            if full in tied_across:
-                raise InvalidInputError(
-                    f"{where}: tp_plan cuts {name}, which another block shares",
-                    hint="leave it out of tp_plan: tied parameters stay whole",
-                )
-            self.layouts[f"{where}.{name}"] = layout
+            self.layouts[self.saved_name(stage.owner, index, name)] = layout
         return {f"{index}.{name}": list(layout.boxes) for name, layout in cut.items()}
+
+    def saved_name(self, owner: str, index: int, name: str) -> str:
+        """The full name under which a block's parameter is saved."""
+        full = f"{owner}.{index}.{name}"
+        return self.canonical.get(full, full)
 
     def _note_uncut(self, owner: str, index: int, block: nn.Module) -> None:
         """Note the layouts of a whole block's parameters that other ranks hold cut."""
         if any(len(group) > 1 for group in self.tp_groups.groups(owner, index)):
             where = f"{owner}.{index}"
             for name, layout in cut_parameters(block, where=where).items():
-                self.layouts[f"{where}.{name}"] = layout
+                self.layouts[self.saved_name(owner, index, name)] = layout
 
     def _find_frozen_here(self, stage: Stage) -> list[nn.Parameter]:
         """Parameters that another task trains and this stage's task does not."""

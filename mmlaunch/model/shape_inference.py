@@ -209,12 +209,12 @@ def _follow(
     kept = False
     for index in range(*stage.blocks):
         where = f"{stage.owner}.{index}"
-        full = {
-            name.removeprefix(f"{where}."): layout.full_shape
-            for name, layout in model.layouts.items()
-            if name.startswith(f"{where}.")
-        }
         block = model.blocks[stage.owner, index]
+        full = {
+            name: layout.full_shape
+            for name, _ in block.named_parameters(remove_duplicate=False)
+            if (layout := model.layouts.get(model.saved_name(stage.owner, index, name)))
+        }
         # A rank that holds a block whole, for several groups, runs it without.
         plain = not model.tp_groups.has_several_shards(stage.owner, index)
         found = tp_states(

@@ -52,6 +52,8 @@ from mmplan.proof.tp_states import packed_parts
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise", "vocab")
 # First token, end, and of how many: a shard of a vocabulary.
 Tokens = tuple[int, int, int]
+# Whole parameters to a rank's shards of them.
+Shards = dict[nn.Parameter, nn.Parameter]
 
 
 class TensorParallelComm(Protocol):
@@ -69,6 +71,7 @@ def shard_block(
     count: int,
     comm: TensorParallelComm,
     where: str = "block",
+    shards: Shards | None = None,
 ) -> dict[str, ShardLayout]:
     """Cut a block's Linears and embeddings in place to one rank's shard of a group.
 
@@ -79,27 +82,31 @@ def shard_block(
         count: ranks of the group.
         comm: sums tensors over the group.
         where: the block's name in errors (``vision.3``).
+        shards: of parameters that other blocks of this module share; those of this block are
+            added.
 
     Returns:
-        Layouts of the cut parameters by name inside the block; the others are replicated.
+        Layouts of the cut parameters by name inside the block, of tied ones by each of their
+        names; the others are replicated.
 
     Raises:
-        InvalidInputError: the plan names no Linear of the block, an unknown style, or sizes
-            (heads too) that ``count`` does not divide.
+        InvalidInputError: the plan names no Linear of the block, an unknown style, sizes
+            (heads too) that ``count`` does not divide, or tied parameters that are not cut alike.
     """
     plan = block_plan(block, where=where)
     if count == 1:
         return {}
-    _check_not_tied(block, plan, where)
-    shards: dict[str, ShardLayout] = {}
+    _check_tied_alike(block, plan, where)
+    shards = {} if shards is None else shards
+    layouts: dict[str, ShardLayout] = {}
     sums = GroupSums(comm)
     for name, style in plan.items():
         layer = _layer(block, name, style, where)
-        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        parts = _parts(layer, name, style)
         _check_sizes(block, name, layer, style=style, parts=parts, count=count, where=where)
-        cut = _cut(layer, style, parts, index, count)
-        for parameter, shard in cut.items():
-            shards[f"{name}.{parameter}"] = shard
+        cut = _cut(layer, style, parts, index, count, shards)
+        for parameter, layout in cut.items():
+            layouts[f"{name}.{parameter}"] = layout
         layer.tp_sums = sums
         if style == "vocab":
             layer.tp_tokens = _tokens(cut["weight"].boxes, cut["weight"].full_shape)
@@ -107,7 +114,7 @@ def shard_block(
         if isinstance(layer, CutEmbedding):
             layer.tp_name = name
             layer.padding_idx = _own_padding(layer.padding_idx, layer.tp_tokens)
-    return shards
+    return layouts
 
 
 def _kind(layer: nn.Module, style: ShardStyle) -> type[nn.Module]:
@@ -148,13 +155,13 @@ def window_block(
         InvalidInputError: as :func:`shard_block`.
     """
     plan = block_plan(block, where=where)
-    _check_not_tied(block, plan, where)
+    _check_tied_alike(block, plan, where)
     found: list[tuple[WindowedLinear | WindowedEmbedding, Window]] = []
     for name, style in plan.items():
         known = block.get_submodule(name)
         is_known = isinstance(known, WindowedLinear | WindowedEmbedding)
         layer: Any = known if is_known else _layer(block, name, style, where)
-        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        parts = _parts(layer, name, style)
         _check_sizes(block, name, layer, style=style, parts=parts, count=count, where=where)
         boxes = {
             parameter: shard_boxes(tuple(full.shape), style, index, count, parts)
@@ -177,7 +184,7 @@ def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, Shard
     found: dict[str, ShardLayout] = {}
     for name, style in block_plan(block, where=where).items():
         layer = _layer(block, name, style, where)
-        parts = packed_parts(layer, name) if style == "packed_colwise" else 1
+        parts = _parts(layer, name, style)
         for parameter, full in _parameters_to_cut(layer, style):
             layout = shard_layout(tuple(full.shape), style, 0, 1, parts)
             found[f"{name}.{parameter}"] = layout
@@ -506,17 +513,41 @@ def _layer(block: nn.Module, name: str, style: ShardStyle, where: str) -> Any:
     return found
 
 
-def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -> None:
-    first: dict[nn.Parameter, str] = {}
-    for name, parameter in block.named_parameters(remove_duplicate=False):
-        other = first.setdefault(parameter, name)
-        cut = [n for n in (other, name) if n.rpartition(".")[0] in plan]
-        if other != name and cut:
+def check_tied_alike(module: nn.Sequential, where: str) -> None:
+    """Refuse a module of which one block cuts what another one has whole, or cuts otherwise.
+
+    Args:
+        module: of whole blocks.
+        where: its name in errors.
+
+    Raises:
+        InvalidInputError: it is such a module.
+    """
+    plans = ((i, block_plan(block, where=f"{where}.{i}")) for i, block in enumerate(module))
+    plan: dict[str, ShardStyle] = {
+        f"{i}.{name}": style for i, own in plans for name, style in own.items()
+    }
+    _check_tied_alike(module, plan, where)
+
+
+def _check_tied_alike(module: nn.Module, plan: Mapping[str, ShardStyle], where: str) -> None:
+    first: dict[nn.Parameter, tuple[str, ShardStyle | None, int]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        layer = name.rpartition(".")[0]
+        style = plan.get(layer)
+        own = name, style, _parts(module.get_submodule(layer), layer, style)
+        other = first.setdefault(parameter, own)
+        if own[1:] != other[1:]:
+            (cut, rule, _), (tied, its, _) = (own, other) if style else (other, own)
             raise InvalidInputError(
-                f"{where}: tp_plan cuts {cut[0]}, which is tied to "
-                f"{name if cut[0] == other else other}",
-                hint="leave it out of tp_plan: tied parameters stay whole",
+                f"{where}: tp_plan cuts {cut} ({rule}), which is tied to {tied} ({its or 'whole'})",
+                hint="give both of them one rule, or leave both out of tp_plan",
             )
+
+
+def _parts(layer: nn.Module, name: str, style: ShardStyle | None) -> int:
+    """The matrices of a layer that are cut apart."""
+    return packed_parts(layer, name) if style == "packed_colwise" else 1
 
 
 def _check_sizes(
@@ -565,19 +596,21 @@ def _parameters_to_cut(linear: nn.Module, style: ShardStyle) -> list[tuple[str, 
 
 
 def _cut(
-    linear: Any, style: ShardStyle, parts: int, index: int, count: int
+    linear: Any, style: ShardStyle, parts: int, index: int, count: int, shards: Shards
 ) -> dict[str, ShardLayout]:
-    """Replace a layer's parameters by their shards, on memory of their own."""
-    shards: dict[str, ShardLayout] = {}
+    """Replace a layer's parameters by their shards, on memory of their own; tied ones are one."""
+    layouts: dict[str, ShardLayout] = {}
     for name, full in _parameters_to_cut(linear, style):
-        shards[name] = shard_layout(tuple(full.shape), style, index, count, parts)
-        local = shards[name].take(full.detach())
-        setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))
+        layout = layouts[name] = shard_layout(tuple(full.shape), style, index, count, parts)
+        if full not in shards:
+            local = layout.take(full.detach())
+            shards[full] = nn.Parameter(local, requires_grad=full.requires_grad)
+        setattr(linear, name, shards[full])
     if isinstance(linear, nn.Embedding):
         linear.num_embeddings = len(linear.weight)
     else:
         linear.out_features, linear.in_features = linear.weight.shape
-    return shards
+    return layouts
 
 
 Comm = Callable[[Ranks], TensorParallelComm]

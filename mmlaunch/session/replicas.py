@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.gradient_buckets import ParameterSlice, slices_of, whole_slice
-from mmlaunch.model.local_model import LocalModel, Tie
+from mmlaunch.model.local_model import LocalModel
 from mmplan.errors import RunFailedError
-from mmplan.program.model import Program, TieUpdate
+from mmplan.program.model import Program
 from mmplan.program.shards import Ranks, shard_sums
 from mmplan.program.ties import groups_of
 
@@ -150,23 +150,12 @@ def _shared(
         owner, index = name.split(".")[:2]
         if owner == "losses":
             yield of_losses[index], whole_slice(name, parameter)
-        elif name in tied:
-            for ranks in _holders_of_tie(program, tied[name]):
-                if rank in ranks:
-                    yield ranks, whole_slice(name, parameter)
         else:
-            parts = shard_sums(model.tp_groups.groups(owner, int(index)))
+            blocks = tied[name].blocks if name in tied else (int(index),)
+            parts = shard_sums(groups_of(program.stages, owner, blocks))
             for part in (part for part in parts if rank in part.ranks):
                 for item in slices_of(part, {name: parameter}, model.layouts):
                     yield part.ranks, item
-
-
-def _holders_of_tie(program: Program, tie: Tie) -> list[Ranks]:
-    """Ranks that update a tied parameter alike; all that hold one that is never updated."""
-    updates = [update for update in program.updates if isinstance(update, TieUpdate)]
-    alike = [u.ranks for u in updates if (u.owner, u.blocks) == (tie.owner, tie.blocks)]
-    groups = groups_of(program.stages, tie.owner, tie.blocks)
-    return alike or [tuple(sorted({rank for group in groups for rank in group}))]
 
 
 def _named(ranks: Iterable[int]) -> str:

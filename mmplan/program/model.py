@@ -306,23 +306,18 @@ class BlockReduction(ShardSum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TieReduction:
+class TieReduction(ShardSum):
     """Gradients of the parameters that some blocks share, summed over ranks.
 
     Attributes:
         owner: module (``share`` followed).
         blocks: all blocks that share them, ascending.
-        ranks: sorted.
-        contributors: those of them that bring their gradient, one of each tensor-parallel group
-            that runs one of the blocks; the others only take the sum.
         communicator: number of that of its ranks.
     """
 
     index: int
     owner: str
     blocks: tuple[int, ...]
-    ranks: Ranks
-    contributors: Ranks
     communicator: int = field(default=0, compare=False)
 
 
@@ -365,24 +360,33 @@ class _UpdatedAlike:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockUpdate(_UpdatedAlike):
-    """The update of blocks' parameters, without those that several blocks share.
+class _ShardUpdate(_UpdatedAlike):
+    """The update of parameters that tensor parallelism may cut.
 
     Attributes:
-        blocks: half-open range of blocks.
         parameters: of which kind.
         tp: shards are of this size: a cut parameter has so many.
         shards: half-open range of the shards of cut parameters; all of them for whole ones.
     """
 
-    blocks: tuple[int, int]
     parameters: Kind
     tp: int
     shards: Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TieUpdate(_UpdatedAlike):
+class BlockUpdate(_ShardUpdate):
+    """The update of blocks' parameters, without those that several blocks share.
+
+    Attributes:
+        blocks: half-open range of blocks.
+    """
+
+    blocks: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieUpdate(_ShardUpdate):
     """The update of the parameters that some blocks share.
 
     Attributes:

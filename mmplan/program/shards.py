@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from mmplan.errors import InvalidInputError
-
 # Bytes of a gradient bucket. A sum needs one bucket of memory beside the gradients; smaller
 # buckets would pay the latency more often. Chosen by hand.
 BUCKET_BYTES = 1 << 26
@@ -115,21 +113,6 @@ def writing_ranks(groups: Sequence[Ranks]) -> Ranks:
     return tuple(min(ranks) for ranks in zip(*same, strict=True))
 
 
-def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
-    """(ranks, those that bring a gradient) of each sum of a parameter that is not cut.
-
-    Args:
-        groups: as for :func:`shard_sums`, but a rank may be in them as different shards.
-
-    Raises:
-        InvalidInputError: no choice of ranks has one of each group.
-    """
-    if _are_alike(groups):
-        return [(ranks, ranks) for ranks in (tuple(sorted(r)) for r in zip(*groups, strict=True))]
-    ranks = tuple(sorted({rank for group in groups for rank in group}))
-    return [(ranks, _one_of_each(groups))]
-
-
 def _are_alike(groups: Sequence[Ranks]) -> bool:
     """Whether distinct groups are of one size and have no rank in common."""
     size = len(groups[0])
@@ -149,20 +132,3 @@ def _parts(held: Mapping[int, tuple[int, int]], tp: int) -> list[tuple[Span, Ran
         else:
             parts.append(((a, b), holders))
     return parts
-
-
-def _one_of_each(groups: Sequence[Ranks]) -> Ranks:
-    """Ranks of which every group has exactly one."""
-    chosen: set[int] = set()
-    refused: set[int] = set()
-    for group in sorted(groups, key=len):
-        if not chosen & set(group):
-            chosen.update([rank for rank in group if rank not in refused][:1])
-        refused |= set(group) - chosen
-    if any(len(chosen & set(group)) != 1 for group in groups):
-        raise InvalidInputError(
-            f"no ranks stand for each of the tp groups {[list(group) for group in groups]} once, "
-            "which a tied parameter needs",
-            hint="keep the order of ranks inside the tp groups of a module with tied parameters",
-        )
-    return tuple(sorted(chosen))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmplan.program.model import (
     BlockReduction,
@@ -25,7 +25,7 @@ from mmplan.program.model import (
     TieReduction,
     TieUpdate,
 )
-from mmplan.program.shards import Kind, Ranks, ShardSum, Span, shard_sums, whole_sums, writing_ranks
+from mmplan.program.shards import Kind, Ranks, ShardSum, Span, shard_sums, writing_ranks
 from mmplan.program.ties import groups_of
 
 T = TypeVar("T")
@@ -40,9 +40,6 @@ def sums_and_updates(
         graph: the graph.
         loss_zero: whether the optimizer's state of losses' parameters is cut over the ranks of
             each sum (ZeRO-1); of blocks their stages say it.
-
-    Raises:
-        InvalidInputError: no ranks can sum a tied parameter; see :func:`whole_sums`.
     """
     reductions: list[Reduction] = []
     updates: list[ParameterUpdate] = []
@@ -61,10 +58,25 @@ def sums_and_updates(
                 )
         together = ((blocks, [(x, writing) for x in sums]) for blocks, sums, writing in held)
         for blocks, (total, writing) in _merged(together):
-            updates += _block_updates(owner, blocks, total, writing, zero=zero)
+            updates += (
+                BlockUpdate(owner=owner, blocks=blocks, **own)
+                for own in _updates(total, writing, zero=zero)
+            )
         for tied in graph.ties.get(owner, ()):
-            if all(_trains(stages, block) for block in tied):
-                _add_tie(owner, tied, stages, reductions, updates, zero=zero)
+            if not all(_trains(stages, block) for block in tied):
+                continue
+            # They are saved under the name of the first block.
+            writing = writing_ranks(groups_of(stages, owner, tied[:1]))
+            for total in shard_sums(groups_of(stages, owner, tied)):
+                updates += (
+                    TieUpdate(owner=owner, blocks=tied, **own)
+                    for own in _updates(total, writing, zero=zero)
+                )
+                if _is_summed(total):
+                    index = len(reductions)
+                    reductions.append(
+                        TieReduction(index=index, owner=owner, blocks=tied, **asdict(total))
+                    )
     for name in dict.fromkeys(loss.name for loss in graph.losses):
         ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
         sharded = loss_zero and len(ranks) > 1
@@ -102,9 +114,7 @@ def _is_summed(total: ShardSum) -> bool:
     return len(total.ranks) > 1 or total.parameters == "cut"
 
 
-def _block_updates(
-    owner: str, blocks: Span, total: ShardSum, writing: Ranks, *, zero: bool
-) -> Iterator[BlockUpdate]:
+def _updates(total: ShardSum, writing: Ranks, *, zero: bool) -> Iterator[dict[str, Any]]:
     """The updates of what one sum has: cut and whole parameters count on other ranks."""
     sharded = zero and _is_summed(total)
     alone = total.ranks if sharded else tuple(rank for rank in writing if rank in total.ranks)
@@ -116,53 +126,15 @@ def _block_updates(
     elif total.parameters == "whole" and not sharded:
         kinds = {"whole": (total.shards, writing[:1])}
     for parameters, (shards, counted) in kinds.items():
-        yield BlockUpdate(
-            owner=owner,
-            blocks=blocks,
-            parameters=parameters,
-            tp=total.tp,
-            shards=shards,
-            ranks=total.ranks,
-            sharded=sharded,
-            counted=counted,
-        )
+        yield {
+            "parameters": parameters,
+            "tp": total.tp,
+            "shards": shards,
+            "ranks": total.ranks,
+            "sharded": sharded,
+            "counted": counted,
+        }
 
 
 def _trains(stages: Sequence[Stage], block: int) -> bool:
     return any(a <= block < b for stage in stages for a, b in stage.trainable)
-
-
-def _add_tie(
-    owner: str,
-    blocks: tuple[int, ...],
-    stages: Sequence[Stage],
-    reductions: list[Reduction],
-    updates: list[ParameterUpdate],
-    *,
-    zero: bool,
-) -> None:
-    """Append the sums and the updates of the parameters that some blocks share."""
-    # They are saved under the name of the first block.
-    writing = writing_ranks(groups_of(stages, owner, blocks[:1]))[:1]
-    for k, (ranks, contributors) in enumerate(whole_sums(groups_of(stages, owner, blocks))):
-        sharded = zero and len(ranks) > 1
-        alone = ranks if sharded else writing
-        updates.append(
-            TieUpdate(
-                owner=owner,
-                blocks=blocks,
-                ranks=ranks,
-                sharded=sharded,
-                counted=() if k else alone,
-            )
-        )
-        if len(ranks) > 1:
-            reductions.append(
-                TieReduction(
-                    index=len(reductions),
-                    owner=owner,
-                    blocks=blocks,
-                    ranks=ranks,
-                    contributors=contributors,
-                )
-            )

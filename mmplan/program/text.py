@@ -13,6 +13,7 @@ from mmplan.program.model import (
     Stage,
     TieReduction,
 )
+from mmplan.program.shards import ShardSum
 
 
 def format_program(program: Program) -> str:
@@ -79,13 +80,13 @@ def _reduction(reduction: Reduction) -> str:
     if isinstance(reduction, BlockReduction):
         what = f"blocks {_span(reduction.blocks)} of {reduction.owner}{_shards(reduction)}"
     elif isinstance(reduction, TieReduction):
-        blocks, ranks = (" ".join(map(str, x)) for x in (reduction.blocks, reduction.contributors))
-        what = f"what blocks {blocks} of {reduction.owner} share, from ranks {ranks}"
+        blocks = " ".join(map(str, reduction.blocks))
+        what = f"what blocks {blocks} of {reduction.owner} share{_shards(reduction)}"
     return f"# reduction {reduction.index}: {what}, ranks {' '.join(map(str, reduction.ranks))}"
 
 
-def _shards(reduction: BlockReduction) -> str:
-    """The part of the blocks' parameters that is summed."""
+def _shards(reduction: ShardSum) -> str:
+    """The part of the parameters that is summed."""
     if reduction.parameters == "whole":
         return f" uncut, from ranks {' '.join(map(str, reduction.contributors))}"
     first, end = reduction.shards

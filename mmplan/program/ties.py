@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Stage, Ties
-from mmplan.program.shards import Ranks, is_crowded, whole_sums
+from mmplan.program.shards import Ranks, is_crowded
 
 
 def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> list[Ranks]:
@@ -25,32 +25,22 @@ def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> lis
 def check_ties(stages: Sequence[Stage], ties: Ties) -> None:
     """Refuse groups in which the gradient of a shared parameter cannot be summed.
 
-    Every rank has this gradient whole: one rank of each group that runs one of the blocks
-    contributes it to the sum.
+    A rank has one shard of it for all of the blocks. Of a parameter that tensor parallelism leaves
+    whole, one rank of each group contributes to the sum.
 
     Args:
         stages: of a whole plan.
         ties: of its modules.
 
     Raises:
-        InvalidInputError: a rank runs one of the blocks as two different shards, or no set of
-            ranks has exactly one rank of each group.
+        InvalidInputError: a rank runs the blocks as two different shards.
     """
     for owner, together in ties.items():
         for blocks in together:
-            if not _can_sum(stages, owner, blocks):
+            groups = groups_of(stages, owner, blocks)
+            if groups and is_crowded(groups):
                 raise InvalidInputError(
                     f"modules.{owner}: blocks {', '.join(map(str, blocks))} share a parameter, "
                     "whose gradient units of different tp with ranks in common cannot sum",
                     hint=f"give all of its units one tp: modules.{owner}.plan: {{tp: 1}}, say",
                 )
-
-
-def _can_sum(stages: Sequence[Stage], owner: str, blocks: Sequence[int]) -> bool:
-    if any(is_crowded(own) for b in blocks if (own := groups_of(stages, owner, [b]))):
-        return False
-    groups = groups_of(stages, owner, blocks)
-    try:
-        return not groups or bool(whole_sums(groups))
-    except InvalidInputError:
-        return False

@@ -252,7 +252,7 @@ class _Checker:
                 held = [x for x in stages if not {*tie}.isdisjoint(range(*x["blocks"]))]
                 groups = list({g for stage in held for g in self._holders(stage)})
                 over = [x for x in self.sums if (x.get("tie"), x.get("blocks")) == (owner, tie)]
-                yield from (f"{owner}, {tie}: {x}" for x in _unsummed(groups, over, is_tied=True))
+                yield from (f"{owner}, {tie}: {x}" for x in _unsummed(groups, over))
 
     def _holders(self, stage: _Parsed) -> Iterator[tuple[int, ...]]:
         """The groups of ranks of which each has all gradients of its samples."""
@@ -523,8 +523,8 @@ def _linked(producer: Any, consumer: Any) -> tuple[_Links, _Links]:
     return gives, takes
 
 
-def _unsummed(groups: Any, over: Sequence[_Parsed], *, is_tied: bool = False) -> Iterator[str]:
-    """What is not summed, or not once, of what some groups hold; nothing tied is cut."""
+def _unsummed(groups: Any, over: Sequence[_Parsed]) -> Iterator[str]:
+    """What is not summed, or not once, of what some groups hold."""
     held: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for t, rank, n in ((t, rank, len(group)) for group in groups for t, rank in enumerate(group)):
         held[rank].add((t, n))
@@ -543,7 +543,7 @@ def _unsummed(groups: Any, over: Sequence[_Parsed], *, is_tied: bool = False) ->
     tp = lcm(*map(len, groups), *(part["tp"] for part in cut))
     ends = {x * (tp // part["tp"]) for part in cut for x in part["shards"]} - {tp}
     ends |= {x * (tp // len(group)) for group in groups for x in range(len(group))}
-    for a in () if is_tied else sorted(ends):
+    for a in sorted(ends):
         holders = sorted(
             rank
             for rank, own in held.items()

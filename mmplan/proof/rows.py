@@ -29,6 +29,7 @@ from mmplan.program.model import (
     Graph,
     Loss,
     LossInput,
+    LossReduction,
     Program,
     Reduction,
     Source,
@@ -158,11 +159,9 @@ def _term(graph: Graph | Program, source: Source | LossInput, host: Stage | None
 
 def _sum_of(reduction: Reduction) -> tuple[object, ...]:
     """Equal for the reductions of a sum: the shards that groups of one size cut blocks into."""
-    if isinstance(reduction, BlockReduction):
+    if not isinstance(reduction, LossReduction):
         alone = None if reduction.parameters == "all" else reduction.index
-        return reduction.owner, reduction.blocks, alone
-    if isinstance(reduction, TieReduction):
-        return reduction.owner, reduction.blocks, "tie"
+        return reduction.owner, reduction.blocks, type(reduction), alone
     return reduction.owner, reduction.index
 
 
@@ -175,18 +174,17 @@ def sum_indices(reductions: Iterable[Reduction]) -> list[int]:
 def _sums(reductions: Sequence[Reduction]) -> list[Json]:
     sums: list[Json] = []
     for reduction, index in zip(reductions, sum_indices(reductions), strict=True):
-        if isinstance(reduction, BlockReduction):
-            blocks, parameters = reduction.blocks, reduction.parameters
-            part = {"tp": reduction.tp, "shards": reduction.shards, "ranks": reduction.ranks}
-            part["contributors"] = reduction.contributors
-            own: Json = {"owner": reduction.owner, "blocks": blocks, "parameters": parameters}
-            if reduction.rounds is not None:
-                own["rounds"] = reduction.rounds
-        elif isinstance(reduction, TieReduction):
-            own = {"tie": reduction.owner, "blocks": reduction.blocks, "parameters": "whole"}
-            part = {"ranks": reduction.ranks, "contributors": reduction.contributors}
+        part: Json = {"ranks": reduction.ranks}
+        if isinstance(reduction, LossReduction):
+            own: Json = {"loss": reduction.owner}
         else:
-            own, part = {"loss": reduction.owner}, {"ranks": reduction.ranks}
+            part = {"tp": reduction.tp, "shards": reduction.shards, **part}
+            part["contributors"] = reduction.contributors
+            named = "tie" if isinstance(reduction, TieReduction) else "owner"
+            own = {named: reduction.owner, "blocks": reduction.blocks}
+            own["parameters"] = reduction.parameters
+            if isinstance(reduction, BlockReduction) and reduction.rounds is not None:
+                own["rounds"] = reduction.rounds
         if index == len(sums):
             sums.append({**own, "parts": []})
         sums[index]["parts"].append(part)

@@ -234,7 +234,7 @@ def causal_lm(
     """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...) or OPT, one layer per block.
 
     Rules for tensor parallelism are read from its configuration's ``base_model_tp_plan``.
-    Embedding and logits are cut along the vocabulary where they are not tied.
+    Embedding and logits are cut along the vocabulary, tied ones alike.
 
     Args:
         config: its config.json as a dict; ``model_type`` says which model.

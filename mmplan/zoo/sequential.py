@@ -198,7 +198,8 @@ def from_layers(
         tp_plan: submodule names inside a layer to rules, or a function that gives
             these for a layer.
         vocab: dotted names of embeddings, and of the Linear that gives logits, which tensor
-            parallelism cuts along the vocabulary. One whose weight is tied stays whole.
+            parallelism cuts along the vocabulary. Tied ones are cut alike; one whose weight
+            another part of the model has too stays whole.
         ignore: dotted names of what is left out on purpose.
         unused: dotted names of what forward does not use, layers among them. The last block
             keeps it, frozen, so that the model can be exported whole.
@@ -345,11 +346,17 @@ def _tp_plan(layer: nn.Module, rule: TPPlan | None) -> Mapping[str, str]:
 def _cut_vocabulary(model: nn.Module, blocks: Sequence[LayerBlock], names: Sequence[str]) -> None:
     """Rules for the parts before and after the layers that are cut along the vocabulary."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    for block, place in ((blocks[0], "before"), (blocks[-1], "after")):
-        for name in names:
-            part = dict(block.named_modules()).get(f"{place}.{name}")
-            if part is not None and all(uses[parameter] == 1 for parameter in part.parameters()):
-                block.tp_plan = {**getattr(block, "tp_plan", {}), f"{place}.{name}": "vocab"}
+    found = [
+        (block, f"{place}.{name}", part)
+        for block, place in ((blocks[0], "before"), (blocks[-1], "after"))
+        for name in names
+        if (part := dict(block.named_modules()).get(f"{place}.{name}")) is not None
+    ]
+    # A weight that others use too stays whole.
+    uses.subtract(parameter for *_, part in found for parameter in part.parameters())
+    for block, name, part in found:
+        if not any(uses[parameter] for parameter in part.parameters()):
+            block.tp_plan = {**getattr(block, "tp_plan", {}), name: "vocab"}
 
 
 def _check_nothing_lost(

@@ -36,6 +36,9 @@ from mmplan.program.shards import Kind, Ranks, Span, held_shards
 from mmplan.program.ties import groups_of
 from mmplan.wording import rank_ranges
 
+# What has a part of the parameters of blocks.
+_Sharded = BlockUpdate | TieUpdate | BlockReduction | TieReduction
+
 
 def update_faults(program: Program | Graph) -> Iterator[str]:
     """Each fault of a program's updates, on one line that names the place.
@@ -136,10 +139,10 @@ class _UpdateCheck:
             known = any(stage.owner == update.owner for stage in self._program.stages)
         if not known:
             yield f"update {index}: there is no {update.owner}"
-        if isinstance(update, BlockUpdate):
+        if isinstance(update, BlockUpdate) and not update.blocks[0] < update.blocks[1]:
+            yield f"update {index}: {list(update.blocks)} are no blocks"
+        if not isinstance(update, LossUpdate):
             first, end = update.shards
-            if not update.blocks[0] < update.blocks[1]:
-                yield f"update {index}: {list(update.blocks)} are no blocks"
             whole = update.parameters != "whole" or update.shards == (0, update.tp)
             if not (0 <= first < end <= update.tp and whole):
                 yield (
@@ -183,10 +186,10 @@ class _UpdateCheck:
         owner: str,
         name: str,
         groups: Sequence[Ranks],
-        updates: Sequence[tuple[int, BlockUpdate]],
-        sums: Sequence[BlockReduction],
+        updates: Sequence[tuple[int, BlockUpdate | TieUpdate]],
+        sums: Sequence[BlockReduction | TieReduction],
     ) -> Iterator[str]:
-        """Faults of a range of trained blocks with one set of holders."""
+        """Faults of trained blocks with one set of holders, or of what blocks share."""
         shared = [*(update for _, update in updates), *sums]
         tp = lcm(*map(len, groups), *(max(x.tp, 1) for x in shared))
         ends = {i * (tp // len(group)) for group in groups for i in range(len(group) + 1)}
@@ -235,19 +238,21 @@ class _UpdateCheck:
         for blocks in trained:
             groups = groups_of(stages, owner, blocks)
             own = [r for r in sums if r.blocks == blocks]
-            place = _Place(
-                name=_tie(owner, blocks),
-                holders=frozenset(rank for group in groups for rank in group),
-                updates=[(i, u) for i, u in updates if u.blocks == blocks],
-                sums=[r.ranks for r in own],
-            )
-            yield from self._of(place, owner)
+            name = _tie(owner, blocks)
+            here = [(i, u) for i, u in updates if u.blocks == blocks]
+            yield from self._segment_faults(owner, name, groups, here, own)
             for item in own:
                 bring = set(item.contributors)
-                if not bring <= set(item.ranks) or any(len(bring & {*g}) != 1 for g in groups):
+                if item.parameters == "cut":
+                    is_right = item.contributors == item.ranks
+                else:
+                    once = all(len(bring & {*group}) == 1 for group in groups)
+                    is_right = once and bring <= set(item.ranks)
+                if not is_right:
                     yield (
-                        f"{place.name}: reduction {item.index} takes the gradients of rank "
-                        f"{rank_ranges(bring)}, not of one rank in each tp group"
+                        f"{name}: reduction {item.index} takes the gradients of rank "
+                        f"{rank_ranges(bring)}, not of "
+                        + ("all its ranks" if item.parameters == "cut" else "one in each tp group")
                     )
 
     def _loss_faults(self) -> Iterator[str]:
@@ -270,7 +275,7 @@ class _UpdateCheck:
             yield from place.faults()
 
 
-def _has(item: BlockUpdate | BlockReduction, kind: Kind, part: Span, tp: int) -> bool:
+def _has(item: _Sharded, kind: Kind, part: Span, tp: int) -> bool:
     """Whether an update or a sum is of a part, given in shards of ``tp``."""
     (a, b), (first, end) = part, item.shards
     covers = first * tp <= a * item.tp and b * item.tp <= end * tp
