@@ -271,8 +271,8 @@ def ties_not_summed() -> Planted:
     return _around(Reductions, "reduce", leave_out)
 
 
-def ends_with_shards_of_their_own() -> Planted:
-    return _around(tensor_parallel, "_cut", lambda sound, *given: sound(*given[:-1], {}))
+def shards_of_ties_not_summed() -> Planted:
+    return ties_not_summed()
 
 
 def partial_gradient_under_tp() -> Planted:
@@ -395,10 +395,10 @@ FAULTS = {
             setup=Setup(pp=2, factories={"v": "tied"}),
         ),
         _fault(
-            ends_with_shards_of_their_own,
-            "a tied vocabulary",
+            shards_of_ties_not_summed,
+            "a cut and tied vocabulary",
             "gradient",
-            setup=Setup(text=TextCase(model="tied", tp=2)),
+            setup=Setup(text=TextCase(model="tied", tp=2, pp=2)),
         ),
         _fault(partial_gradient_under_tp, "Megatron-LM#1446", "gradient", setup=Setup(tp=2)),
         _fault(found_words_not_summed, "a cut embedding's sum", "gradient", setup=TEXT),
