@@ -27,7 +27,7 @@ from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import Candidate, Request
 from tests.commands import call
 from tests.programs import loss, unit
-from tests.solving import module_profile, profile, run_solve
+from tests.solving import module_profile, profile, run_solve, workload
 from tests.verification import verify_in_process, verify_units
 
 MODELS = "tests.matrix_models"
@@ -94,6 +94,53 @@ def costs(
         devices,
         **more,
     )
+
+
+def test_a_placement_that_a_simulation_finds_room_for_is_planned(tmp_path: Path) -> None:
+    """Bytes of placements are an estimate: what lacks a little of the memory may fit."""
+    # Of each module seconds forward and backward, blocks, and bytes: of parameters, of
+    # activations, outputs and boundaries.
+    modules = {
+        "a": (2.0, 9.0, 2, 28.0, (59.0, 8.0, 2.0)),
+        "b": (5.0, 1.0, 4, 21.0, (36.0, 4.0, 4.0)),
+        "c": (4.0, 9.0, 4, 30.0, (41.0, 3.0, 4.0)),
+    }
+    given = profile(
+        {
+            name: module_profile(
+                forward_s,
+                backward_s,
+                blocks=blocks,
+                parameters=parameters,
+                activation_bytes=kept,
+                output_bytes_per_sample=output,
+                boundary_bytes_per_sample=boundary,
+                tp={1: 1.0, 2: 1.2},
+            )
+            for name, (forward_s, backward_s, blocks, parameters, (kept, output, boundary)) in (
+                modules.items()
+            )
+        },
+        4,
+        memory_bytes=990.0,
+    )
+    clip = {"factory": "mmplan.zoo.losses:clip", "cross_sample": True}
+    several = workload(
+        {name: {} for name in modules},
+        batch=8,
+        losses={
+            "ab": {**clip, "inputs": ["a", "b"]},
+            "bc": {**clip, "inputs": ["b", "c"]},
+            "own": {"factory": "mmplan.zoo.losses:mse", "inputs": ["c", "y"]},
+        },
+        tasks={
+            "AB": {"modules": ["a", "b"], "losses": ["ab"]},
+            "BC": {"modules": ["b", "c"], "losses": ["bc"]},
+            "C": {"modules": ["c"], "losses": ["own"], "batch": 4},
+        },
+    )
+    plan = run_solve(tmp_path, several, given, solver="mpsp")
+    assert max(plan.predicted.memory_bytes) <= 990.0
 
 
 def shared_encoders() -> Workload:

@@ -38,10 +38,7 @@ def replica_counts(samples: int, most: int, *, uneven: bool, pins: Pins) -> list
         counts = [n for n in counts if samples % n == 0]
     if pins.dp is not None:
         return counts
-    kept: dict[int, int] = {}
-    for n in counts:
-        kept.setdefault(-(-samples // n), n)
-    return list(kept.values())
+    return sorted({-(-samples // n): n for n in reversed(counts)}.values())
 
 
 def microbatch_sizes(share: int, pins: Pins) -> Iterator[int]:

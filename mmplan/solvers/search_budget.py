@@ -16,28 +16,26 @@ class SearchBudget:
     Args:
         seconds: of a quiet core.
         whole: the budget of which this is a part; what this one spends, that one spends too.
+
+    Attributes:
+        left_s: seconds of a quiet core; 0 or less at the end.
     """
 
     def __init__(self, seconds: float, whole: SearchBudget | None = None) -> None:
-        self._left_s = seconds
+        self.left_s = seconds
         self._whole = whole
 
     def part(self, seconds: float) -> SearchBudget:
         """A budget for one part of the search; what it leaves stays in this one."""
-        return SearchBudget(max(0.0, min(seconds, self._left_s)), self)
+        return SearchBudget(max(0.0, min(seconds, self.left_s)), self)
 
     def spend(self, seconds: float) -> None:
         """Pay for a step that takes so many seconds on a quiet core."""
-        self._left_s -= seconds
+        self.left_s -= seconds
         if self._whole is not None:
             self._whole.spend(seconds)
 
     @property
-    def left_s(self) -> float:
-        """Seconds of a quiet core; 0 or less at the end."""
-        return self._left_s
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing is left."""
-        return self._left_s <= 0
+        return self.left_s <= 0

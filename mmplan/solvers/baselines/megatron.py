@@ -158,8 +158,7 @@ def solve_deepspeed(request: Request) -> Solution:
         InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
     """
     request.check_exact("deepspeed")
-    least = max(1, request.zero, request.workload.train.zero)
-    for zero in range(least, 3):
+    for zero in range(max(1, request.zero, request.workload.train.zero), 3):
         with suppress(InfeasibleError):
             return _with_zero(request, zero)
     return _with_zero(request, 3)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
 from typing import NamedTuple
@@ -545,15 +545,10 @@ class InTurn:
         uniform = self._best_uniform(options, memory_bytes)
         limit_s = self._request.budget_s * _SEARCH
         found = self._fastest(options, memory_bytes, uniform.best, limit_s)
-        return (
-            found
-            if found.best is not None
-            else CombinationResult(
-                best=uniform.best,
-                bound_s=found.bound_s,
-                least_bytes=min(uniform.least_bytes, found.least_bytes),
-            )
-        )
+        if found.best is not None:
+            return found
+        least_bytes = min(uniform.least_bytes, found.least_bytes)
+        return replace(found, best=uniform.best, least_bytes=least_bytes)
 
     def _best_uniform(self, options: TaskOptions, memory_bytes: float) -> CombinationResult:
         best: Combination | None = None

@@ -54,6 +54,10 @@ _OTHER_CHOICE_SHARE = 0.25
 _PLACEMENT_SHARE = 0.1
 # Ways to choose tp for shared modules that are tried, most promising first.
 MAX_TP_CHOICES = 4
+# Share of the memory by which bytes of placements may be more than what a device holds; by hand.
+_OVERRATED = 0.05
+# Sums of bytes in another order are equal up to this share of the memory.
+_ROUNDING = 1e-9
 # Micro-batches of staged schedules at least: with fewer a pipeline idles between its stages.
 _STAGED_MICROBATCHES = 32
 # Staged schedules are kept within this factor of the best: their estimates compare well.
@@ -343,7 +347,27 @@ def solve_mpsp(request: Request) -> Solution:
 
 
 def _solve(request: Request, method: str) -> Solution:
-    """Try rounds until a schedule fits the memory."""
+    """The best schedules that fit the memory, or a little more."""
+    memory_bytes = request.cluster.device.memory_bytes
+    shortfall_bytes, found, bounds = _fitting(request, method)
+    if not found and shortfall_bytes < _OVERRATED * memory_bytes:
+        # What a simulation counts may fit: it knows what is held at one time.
+        room = {"memory_bytes": memory_bytes * (1 + _ROUNDING) + shortfall_bytes}
+        device = request.cluster.device.model_copy(update=room)
+        cluster = request.cluster.model_copy(update={"device": device})
+        _, found, bounds = _fitting(replace(request, cluster=cluster), method)
+    if not found:
+        raise InfeasibleError(
+            f"mpsp: no placement fits, a device lacks {size(shortfall_bytes)} at best",
+            hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
+        )
+    return _solution(request, method, found, bounds)
+
+
+def _fitting(
+    request: Request, method: str
+) -> tuple[float, list[PlacedCandidate], dict[int, RoundBounds]]:
+    """Try rounds until a schedule fits: the least shortfall, what was found, and bounds."""
     finder = CandidateFinder(request, method)
     memory_bytes = request.cluster.device.memory_bytes
     found: list[PlacedCandidate] = []
@@ -380,12 +404,7 @@ def _solve(request: Request, method: str) -> Solution:
             break
         if found:
             further += 1
-    if not found:
-        raise InfeasibleError(
-            f"mpsp: no placement fits, a device lacks {size(finder.least_shortfall_bytes)} at best",
-            hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
-        )
-    return _solution(request, method, found, bounds)
+    return finder.least_shortfall_bytes, found, bounds
 
 
 def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:
