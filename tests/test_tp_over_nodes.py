@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from mmlaunch.comm.strict import StrictWorld
+from mmlaunch.session.session import _GroupSum
 from mmlaunch.session.verify import compare
 from mmplan.costs.links import collective_s
 from mmplan.costs.program_costs import check_cluster
@@ -17,6 +19,7 @@ from mmplan.profiling.analytic import analytic_profile
 from mmplan.profiling.sums_between_nodes import SumsBetweenNodes
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
+from mmplan.proof.rows import hash_graph, hash_row
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
@@ -196,6 +199,34 @@ def test_gradients_of_groups_over_nodes_equal_one_process() -> None:
     verdict = verify_in_process(plan, CASE.workload(), world=world)
     assert world.faults == []
     assert not verdict.differences, verdict.differences[:5]
+
+
+def test_sums_that_stay_on_their_node_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two nodes sums what its own two ranks of a group of four have."""
+    case = small_case(tp=4, dp=1, others="same", feature="chain", per_node=2)
+    plan = case.plan()
+    assert not verify_in_process(plan, case.workload()).differences
+    node_of = plan.cluster.node_of
+
+    def on_node(self: Any, tensor: Tensor) -> None:
+        own = node_of(self._transport.rank)
+        near = tuple(rank for rank in self._ranks if node_of(rank) == own)
+        self._transport.all_reduce(tensor, near)
+
+    monkeypatch.setattr(_GroupSum, "all_reduce", on_node)
+    differences = verify_in_process(plan, case.workload()).differences
+    assert "gradient" in {difference.what for difference in differences}
+
+
+def test_a_rank_of_another_group_is_seen_by_the_checker() -> None:
+    plan = CASE.plan()
+    wrong = certified(plan)
+    for stage in wrong["graph"]["stages"]:
+        first, second = stage["ranks"][:2]
+        first[1], second[1] = second[1], first[1]
+    for row in wrong["rows"]:
+        row["sha256"] = hash_row(hash_graph(wrong["graph"]), row["instructions"])
+    assert any("ranks" in fault for fault in faults_of(plan, wrong))
 
 
 @pytest.mark.slow
