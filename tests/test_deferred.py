@@ -142,7 +142,7 @@ def differences(model: LocalModel, whole: nn.Sequential, program: Program, rank:
 
 
 def cut_like(tensor: Tensor, model: LocalModel, name: str, program: Program, rank: int) -> Tensor:
-    layout = model.layouts.get(name)
+    layout = model.layouts.get(model.canonical.get(name, name))
     if layout is None:
         return tensor
     stage = next(iter(program.stages_of(rank)))
