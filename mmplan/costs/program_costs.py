@@ -53,11 +53,15 @@ class ProgramCosts:
         program: the compiled plan.
         costs: the profile's costs.
         plan: for recomputation, which the program leaves out.
+
+    Attributes:
+        compute_slowdown: times that a compute takes beside a collective of its device.
     """
 
     def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
         self.program = program
         self.costs = costs
+        self.compute_slowdown = load_hardware().compute_slowdown(costs.cluster.device)
         self._recompute: dict[tuple[str, str], Recompute] = {
             (task, name): module.recompute
             for task, planned in plan.tasks.items()
@@ -92,11 +96,6 @@ class ProgramCosts:
                     self._gathered[taker, backward].append(edge)
 
     # --- seconds ---------------------------------------------------------------------
-
-    @cached_property
-    def compute_slowdown(self) -> float:
-        """Times that a compute takes beside a collective of its device."""
-        return load_hardware().compute_slowdown(self.costs.cluster.device)
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a stage's forward or backward, its hosted losses included.
