@@ -27,18 +27,16 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import (
     FileReference,
-    Order,
     Plan,
     PlannedTraining,
     Prediction,
     SolverReport,
-    Unit,
 )
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.simulation.symmetry import predict
 from mmplan.solvers.partitioner import allowed_tensor_degrees
-from mmplan.solvers.problem import Request
+from mmplan.solvers.problem import Candidate, Request
 from mmplan.solvers.registry import BASELINES, SOLVERS
 from mmplan.solvers.search_budget import SearchBudget
 from tests.solving import module_profile, profile, run_solve, workload
@@ -284,32 +282,32 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
     monkeypatch.setattr(LayoutChanges, "neighbours", lambda _, layout: met.get(layout, []))
     monkeypatch.setattr(LayoutChanges, "tuned", lambda *_: [])
     monkeypatch.setattr(LayoutChanges, "pairs", lambda *_: [])
-    tried: list[Sequence[Unit]] = []
-    NeighbourSearch(
-        Enumeration(job, costs).request,
-        trial=lambda candidate: tried.append(candidate.units),
-        trial_s=0.0,
-        budget=SearchBudget(1.0),
-        least_s=0.0,
-    ).run(starts)
-    assert tried
+    assert tried(job, costs, starts, budget_s=1.0)
 
 
 def test_a_search_with_nothing_left_ends_with_forwards_first(tmp_path: Path) -> None:
     job, costs = small_job(7)
-    orders: list[Order | None] = []
     start = run_solve(tmp_path, job, costs, budget_s=0.0)
     assert len(start.units) > 1  # others share devices
+    orders = [item.order for item in tried(job, costs, [start], budget_s=1000.0)]
+    assert orders[-1] is not None
+    assert orders[-1].rule == "forward-first"
+    assert None in orders
+
+
+def tried(
+    job: Workload, costs: Profile, starts: Sequence[Plan], *, budget_s: float
+) -> list[Candidate]:
+    """What a search tries where nothing fits."""
+    found: list[Candidate] = []
     NeighbourSearch(
         Enumeration(job, costs).request,
-        trial=lambda candidate: orders.append(candidate.order),
+        trial=found.append,
         trial_s=0.0,
-        budget=SearchBudget(1000.0),
+        budget=SearchBudget(budget_s),
         least_s=0.0,
-    ).run([start])
-    rules = [order.rule if order else None for order in orders]
-    assert rules[-1] == "forward-first"
-    assert None in rules
+    ).run(starts)
+    return found
 
 
 def plans(folder: Path, solver: str) -> list[str]:
