@@ -28,6 +28,7 @@ class Entry:
         held: bytes that a run is expected to hold over measured ones, of each rank; empty where
             none were measured.
         planned: likewise of the bytes that the plan counts.
+        taken: share of a measured run in which the machine's host took a core away, for each run.
     """
 
     workload: str
@@ -38,6 +39,7 @@ class Entry:
     found_s: list[float] = field(default_factory=list[float])
     held: list[float] = field(default_factory=list[float])
     planned: list[float] = field(default_factory=list[float])
+    taken: list[float] = field(default_factory=list[float])
 
     @property
     def predicted(self) -> float:
@@ -50,15 +52,28 @@ class Entry:
         return statistics.median(self.found_s)
 
     @property
+    def pairs(self) -> list[float]:
+        """Predicted over found, of each time that it was run."""
+        return [p / f for p, f in zip(self.predicted_s, self.found_s, strict=True)]
+
+    @property
     def ratio(self) -> float:
-        """Predicted over found: the median of pairs that were taken at about the same time."""
-        pairs = zip(self.predicted_s, self.found_s, strict=True)
-        return statistics.median(predicted / found for predicted, found in pairs)
+        """The median of pairs that were taken at about the same time."""
+        return statistics.median(self.pairs)
+
+    @property
+    def own_ratio(self) -> float:
+        """The same without the time that the host took, which a profile has no part of."""
+        if not self.taken:
+            return self.ratio
+        pairs = zip(self.pairs, self.taken, strict=True)
+        return statistics.median(pair / (1 - taken) for pair, taken in pairs)
 
     def __str__(self) -> str:
+        taken = f", host took {self.taken[-1]:.1%}" if self.taken else ""
         return (
             f"{self.workload}, {self.how}, {self.solvers[0]}: predicted {self.predicted_s[-1]:.3f} "
-            f"s, found {self.found_s[-1]:.3f} s, {self.predicted_s[-1] / self.found_s[-1]:.3f}"
+            f"s, found {self.found_s[-1]:.3f} s, {self.pairs[-1]:.3f}{taken}"
         )
 
 
@@ -73,13 +88,14 @@ def plans_table(entries: Sequence[Entry]) -> str:
     columns = ["workload, ranks", "systems", "predicted", "found", "predicted / found"]
     several = any(len(entry.found_s) > 1 for entry in entries)
     columns += ["pairs"] * several
+    shared = any(entry.taken for entry in entries)
+    columns += ["host took", "without"] * shared
     with_memory = any(entry.held for entry in entries)
     columns += ["memory, expected / found", "planned / found"] * with_memory
-    return table(columns, [_row(e, several, with_memory) for e in entries])
+    return table(columns, [_row(e, several, shared, with_memory) for e in entries])
 
 
-def _row(entry: Entry, several: bool, with_memory: bool) -> list[str]:
-    pairs = [p / f for p, f in zip(entry.predicted_s, entry.found_s, strict=True)]
+def _row(entry: Entry, several: bool, shared: bool, with_memory: bool) -> list[str]:
     cells = [
         f"{entry.workload}, {entry.how}",
         ", ".join(entry.solvers),
@@ -87,7 +103,9 @@ def _row(entry: Entry, several: bool, with_memory: bool) -> list[str]:
         f"{entry.found:.3f} s",
         f"{entry.ratio:.3f}",
     ]
-    cells += [f"{min(pairs):.2f} to {max(pairs):.2f}"] * several
+    cells += [_range(entry.pairs)] * several
+    if shared:
+        cells += [f"{statistics.median(entry.taken):.1%}", f"{entry.own_ratio:.3f}"]
     return cells + [_range(entry.held), _range(entry.planned)] * with_memory
 
 
@@ -117,11 +135,10 @@ def ranking_table(entries: Sequence[Entry]) -> str:
 
 def errors(what: str, entries: Sequence[Entry]) -> str:
     """Median and worst error of the predictions, in a sentence."""
-    off = [abs(entry.ratio - 1) for entry in entries]
-    text = (
-        f"{what}: predictions are {statistics.median(off):.1%} off in the median, {max(off):.1%} "
-        f"at worst ({len(entries)} plans)."
-    )
+    text = f"{what}: predictions are {_off([e.ratio for e in entries])} ({len(entries)} plans)."
+    if any(entry.taken for entry in entries):
+        off = _off([entry.own_ratio for entry in entries])
+        text += f" Without the time that the host took they are {off}."
     held = [abs(ratio - 1) for entry in entries for ratio in entry.held]
     if held:
         text += (
@@ -129,6 +146,11 @@ def errors(what: str, entries: Sequence[Entry]) -> str:
             f"{max(held):.1%} at worst."
         )
     return text
+
+
+def _off(ratios: Sequence[float]) -> str:
+    off = [abs(ratio - 1) for ratio in ratios]
+    return f"{statistics.median(off):.1%} off in the median, {max(off):.1%} at worst"
 
 
 EXPLAINED = (

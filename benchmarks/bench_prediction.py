@@ -7,6 +7,9 @@ Plans come from a profile of this machine's processes. Machines get faster and s
 others use them too, so a round profiles anew, predicts every plan under that profile and runs
 it right after; what is told is the median over the rounds of predicted over measured. Memory
 is measured in a run of its own, with a malloc that keeps nothing for later.
+
+A profile counts the processor's time. On a virtual machine a run also waits while the host gives a
+core to others ("steal"): the share of the core that lost most is told, and the error without it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +38,8 @@ from mmplan.simulation.predict import plan_costs, simulate_plan
 
 WARM_UP = 4
 WORKLOADS = ("large", "frozen", "chain", "tasks")
+# Place of a core's column in /proc/stat.
+STEAL = 7
 # malloc maps what is larger and gives it back at once (mallopt(3)).
 EAGER_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
@@ -51,7 +58,7 @@ def entries(name: str, options: argparse.Namespace, folder: Path) -> list[Entry]
             entry.predicted_s.append(simulate_plan(entry.plan, plan_path, profile).iteration_s)
             run_dir = plan_path.with_suffix(f".{number}")
             steps = max(options.steps, math.ceil(options.seconds / entry.predicted_s[-1]))
-            _run(plan_path, run_dir, WARM_UP + steps)
+            entry.taken.append(_run(plan_path, run_dir, WARM_UP + steps))
             entry.found_s.append(_step_seconds(run_dir))
             print(entry, file=sys.stderr)
     for entry, plan_path in found:
@@ -86,24 +93,48 @@ def _plans(name: str, profile: Path, options: argparse.Namespace) -> list[tuple[
     return found
 
 
-def _run(plan: Path, run_dir: Path, steps: int, extra: dict[str, str] | None = None) -> None:
+def _run(plan: Path, run_dir: Path, steps: int, extra: dict[str, str] | None = None) -> float:
+    """Run a plan; returns the largest share of a core that the host took in the timed steps."""
     code = "from cli import mmlaunch_main; mmlaunch_main()"
     arguments = ["run", str(plan), "--steps", str(steps), "--run-dir", str(run_dir), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | (extra or {}),
-    )
-    if done.returncode:
-        raise RunFailedError(f"mmlaunch run ended with {done.returncode}: {done.stderr[-2000:]}")
+    taken = {0: _taken()}
+    with tempfile.TemporaryFile("w+") as said:
+        run = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            env=os.environ | (extra or {}),
+        )
+        while run.poll() is None:
+            taken.setdefault(len(_lines(run_dir)), _taken())
+            time.sleep(0.1)
+        if run.returncode:
+            said.seek(0)
+            end = said.read()[-2000:]
+            raise RunFailedError(f"mmlaunch run ended with {run.returncode}: {end}")
+    (began_s, before), *_, (ended_s, after) = [t for n, t in taken.items() if n >= WARM_UP]
+    return max((b - a for a, b in zip(before, after, strict=True)), default=0) / (ended_s - began_s)
+
+
+def _taken() -> tuple[float, list[float]]:
+    """The time, and the seconds of each core that the host has had; none where no one says."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return time.monotonic(), []
+    cores = re.findall(r"^cpu\d+ (.*)$", stat.read_text(encoding="ascii"), re.MULTILINE)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), [int(core.split()[STEAL]) / ticks for core in cores]
+
+
+def _lines(run_dir: Path) -> list[str]:
+    """Of a run's steps."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def _step_seconds(run_dir: Path) -> float:
     """Median seconds of a run's steps after the warm-up, without the update."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return statistics.median(json.loads(line)["iteration_s"] for line in lines[WARM_UP:])
+    return statistics.median(json.loads(line)["iteration_s"] for line in _lines(run_dir)[WARM_UP:])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
