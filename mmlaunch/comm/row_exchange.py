@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from mmlaunch.comm.transport import Pieces
+from mmlaunch.comm.transport import Pieces, Work
 
 
 class RowExchange:
@@ -27,28 +29,42 @@ class RowExchange:
         """Replace the tensor by its sum over the group."""
         raise NotImplementedError
 
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Fill the flat ``full`` with every rank's ``mine``; on CUDA."""
+    def start_gather_flat(self, full: Tensor, mine: Tensor) -> Work:
+        """Begin to fill the flat ``full`` with every rank's ``mine``; on CUDA."""
         raise NotImplementedError
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
         """Fill the flat ``mine`` with this rank's part of the sum of ``full``; on CUDA."""
         raise NotImplementedError
 
-    def exchange(self, received: Pieces, sent: Pieces) -> None:
-        """Send a part to each rank and receive one from each, in their order."""
+    def start_exchange(self, received: Pieces, sent: Pieces) -> Work:
+        """Begin to send a part to each rank and to receive one from each, in their order."""
         raise NotImplementedError
 
-    def gather(self, mine: Tensor) -> Tensor | list[Tensor]:
-        """Every rank's ``mine``, all of one shape; in a list this rank's is the tensor itself."""
+    def start_gather(self, mine: Tensor) -> Callable[[], Tensor | list[Tensor]]:
+        """What waits for every rank's ``mine``, all of one shape.
+
+        In a list this rank's is the tensor itself.
+        """
         if mine.is_cuda:
-            full = mine.new_empty((self.count, *mine.shape))
-            self.gather_flat(full.view(-1), mine.contiguous().view(-1))
-            return full
-        sent = mine.expand(self.count - 1, *mine.shape).contiguous()
-        parts = list(self._from_others(sent))
-        parts.insert(self.index, mine)
-        return parts
+            full, sent = mine.new_empty((self.count, *mine.shape)), mine.contiguous()
+            work = self.start_gather_flat(full.view(-1), sent.view(-1))
+        else:
+            sent = mine.expand(self.count - 1, *mine.shape).contiguous()
+            full, work = self._from_others(sent)
+
+        def finish() -> Tensor | list[Tensor]:
+            # What is sent lives until here.
+            nonlocal sent
+            work.wait()
+            del sent
+            if mine.is_cuda:
+                return full
+            parts = list(full)
+            parts.insert(self.index, mine)
+            return parts
+
+        return finish
 
     def sum_own(self, parts: Tensor) -> Tensor:
         """The sum of what the ranks have for this one; ``parts`` are this rank's [count, ...]."""
@@ -59,13 +75,13 @@ class RowExchange:
             return mine
         others = [part for place, part in enumerate(parts) if place != self.index]
         # Of two ranks nothing is copied twice.
-        found = self._from_others(torch.stack(others))
+        found, work = self._from_others(torch.stack(others))
+        work.wait()
         return own + found[0] if self.count == 2 else found.sum(0).add_(own)
 
-    def _from_others(self, sent: Tensor) -> Tensor:
-        """[count - 1, ...] in the order of the others, of as much for them."""
+    def _from_others(self, sent: Tensor) -> tuple[Tensor, Work]:
+        """[count - 1, ...] in the order of the others, of as much for them, after the wait."""
         found = torch.empty_like(sent)
         size = sent[0].numel()
         lengths = [0 if place == self.index else size for place in range(self.count)]
-        self.exchange((found.view(-1), lengths), (sent.view(-1), lengths))
-        return found
+        return found, self.start_exchange((found.view(-1), lengths), (sent.view(-1), lengths))

@@ -321,8 +321,11 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (needs_x, _, _, needs_bias, *_) = grads, ctx.needs_input_grad
         x, used, weight, bias = ctx.saved_tensors
+        later = torch.compiler.is_compiling() or _SPLITS[ctx.split].collecting is not None
+        if not later and ctx.shared is not None:
+            ctx.shared.start(x, grad)
         grad_x = _gradients(grad, x, used, ctx.settings, (needs_x, False, False))[0]
-        if torch.compiler.is_compiling() or _SPLITS[ctx.split].collecting is not None:
+        if later:
             kept = grad, x, used, weight, bias if needs_bias else None
             given = grad_x, *kept, ctx.settings, ctx.split, ctx.group
             if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmlaunch.comm.row_exchange import RowExchange
-from mmlaunch.comm.transport import Pieces
+from mmlaunch.comm.transport import Pieces, Work
 from mmlaunch.measure.clocks import Clock, CudaClock, Reading, clock_of
 from mmlaunch.measure.timing import Peers, Stopwatch, Timing
 from mmplan.processes import num_cores
@@ -263,19 +263,21 @@ class GroupComm(RowExchange):
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         dist.all_reduce(tensor, group=self._group)
 
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+    def start_gather_flat(self, full: Tensor, mine: Tensor) -> Work:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         # Newer torch has other names for these two, and keeps the old ones.
-        cast(Any, dist).all_gather_into_tensor(full, mine, group=self._group)
+        start = cast(Any, dist).all_gather_into_tensor
+        return start(full, mine, group=self._group, async_op=True)
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
 
-    def exchange(self, received: Pieces, sent: Pieces) -> None:
+    def start_exchange(self, received: Pieces, sent: Pieces) -> Work:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         (into, lengths), (given, sizes) = received, sent
-        cast(Any, dist).all_to_all_single(into, given, lengths, sizes, group=self._group)
+        start = cast(Any, dist).all_to_all_single
+        return start(into, given, lengths, sizes, group=self._group, async_op=True)
 
 
 class NoComm:

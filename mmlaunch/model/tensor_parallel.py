@@ -469,7 +469,7 @@ class _Leave(torch.autograd.Function):
 
 def gathered(tensor: Tensor, *, comm: TensorParallelComm) -> Tensor:
     """[...] of every rank of a group, as [count, ...]."""
-    found = cast(RowGroup, comm).gather(tensor)
+    found = cast(RowGroup, comm).start_gather(tensor)()
     return found if isinstance(found, Tensor) else torch.stack(found)
 
 

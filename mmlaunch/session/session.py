@@ -32,7 +32,7 @@ from mmlaunch.checkpoint.save import Content, Entry
 from mmlaunch.checkpoint.save import save as save_together
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.row_exchange import RowExchange
-from mmlaunch.comm.transport import DistTransport, Pieces, Transport
+from mmlaunch.comm.transport import DistTransport, Pieces, Transport, Work
 from mmlaunch.data.loader import StepData
 from mmlaunch.data.producers import Producers
 from mmlaunch.data.task_data import TaskData
@@ -98,17 +98,17 @@ class _GroupSum(RowExchange):
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         self._transport.all_reduce(tensor, self._ranks)
 
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+    def start_gather_flat(self, full: Tensor, mine: Tensor) -> Work:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
-        self._transport.gather_flat(full, mine, self._ranks)
+        return self._transport.start_gather_flat(full, mine, self._ranks)
 
     def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         self._transport.start_reduce_scatter(mine, full, self._ranks).wait()
 
-    def exchange(self, received: Pieces, sent: Pieces) -> None:
+    def start_exchange(self, received: Pieces, sent: Pieces) -> Work:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
-        self._transport.exchange(received, sent, self._ranks).wait()
+        return self._transport.exchange(received, sent, self._ranks)
 
 
 class Session:

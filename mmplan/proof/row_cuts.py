@@ -4,8 +4,9 @@ Between cut Linears a rank has some of the rows (tokens, dim -2) with all their 
 norms, residual sums and what they keep for backward are shared out. Submodules with cut Linears
 (*regions*) take all rows: an all-gather before them, and a reduce-scatter after each row-cut
 product in place of its all-reduce. A column-cut Linear keeps the rank's own rows only, and
-gathers again in backward. A submodule with matrices that nobody cuts (an embedding, a head) takes
-all rows too and computes them on each rank, as without sequence parallelism.
+gathers again in backward, while it computes the gradient of its input. A submodule with matrices
+that nobody cuts (an embedding, a head) takes all rows too and computes them on each rank, as
+without sequence parallelism.
 
 Hooks on the submodules do this; a block's own code stays as it is. It sees as many rows as the
 rank has, so it may do with them only what each row can do alone:
@@ -50,8 +51,11 @@ class RowGroup(Protocol):
         """Ranks of it."""
         ...
 
-    def gather(self, mine: Tensor) -> Tensor | list[Tensor]:
-        """Every rank's ``mine``, all of one shape; one tensor [count, ...] where it costs less."""
+    def start_gather(self, mine: Tensor) -> Callable[[], Tensor | list[Tensor]]:
+        """What waits for every rank's ``mine``, all of one shape.
+
+        It gives one tensor [count, ...] where that costs less.
+        """
         ...
 
     def sum_own(self, parts: Tensor) -> Tensor:
@@ -66,9 +70,9 @@ class ShapeGroup:
     index: int
     count: int
 
-    def gather(self, mine: Tensor) -> list[Tensor]:
+    def start_gather(self, mine: Tensor) -> Callable[[], list[Tensor]]:
         """As many as there would be."""
-        return [mine] * self.count
+        return lambda: [mine] * self.count
 
     def sum_own(self, parts: Tensor) -> Tensor:
         """One that is as large."""
@@ -114,15 +118,24 @@ def _num_own(rows: int, group: str) -> int:
 
 
 def _gather(shard: Tensor, rows: int, group: str) -> Tensor:
+    return _start_gather(shard, rows, group)()
+
+
+def _start_gather(shard: Tensor, rows: int, group: str) -> Callable[[], Tensor]:
     at = ROW_GROUPS[group]
     # All ranks send as many; the last of those that have fewer is of no use.
     most = -(-rows // at.count)
-    found = at.gather(_padded(shard, most))
-    if isinstance(found, Tensor) and rows == at.count * most and math.prod(shard.shape[:-2]) == 1:
-        return found.view(*shard.shape[:-2], rows, shard.shape[-1])
-    spans = (own_rows(rows, index, at.count) for index in range(at.count))
-    parts = zip(found, spans, strict=True)
-    return torch.cat([part[..., : end - first, :] for part, (first, end) in parts], dim=-2)
+    finish = at.start_gather(_padded(shard, most))
+
+    def all_rows() -> Tensor:
+        found, is_even = finish(), rows == at.count * most
+        if isinstance(found, Tensor) and is_even and math.prod(shard.shape[:-2]) == 1:
+            return found.view(*shard.shape[:-2], rows, shard.shape[-1])
+        spans = (own_rows(rows, index, at.count) for index in range(at.count))
+        parts = zip(found, spans, strict=True)
+        return torch.cat([part[..., : end - first, :] for part, (first, end) in parts], dim=-2)
+
+    return all_rows
 
 
 def _sum(full: Tensor, group: str) -> Tensor:
@@ -252,6 +265,7 @@ class SharedRows:
         self.group = group
         self._shard = shard.detach()
         self._kept: dict[torch.dtype, Tensor] = {}
+        self._finish: Callable[[], Tensor] | None = None
         self._again: Tensor | None = None
         self._uses = 0
 
@@ -270,9 +284,21 @@ class SharedRows:
         self._uses += 1
         return self
 
+    def start(self, shard: Tensor, grad: Tensor) -> None:
+        """Begin with :meth:`again`, which comes behind a product.
+
+        Where shapes are traced an operator does all of it.
+        """
+        if isinstance(ROW_GROUPS[self.group], ShapeGroup):
+            return
+        if self._again is None and self._finish is None:
+            self._finish = _start_gather(shard, grad.shape[-2], self.group)
+
     def again(self, shard: Tensor, grad: Tensor) -> Tensor:
         """All rows of what :meth:`kept` gave, in backward."""
-        if self._again is None:
+        if self._finish is not None:
+            self._again, self._finish = self._finish(), None
+        elif self._again is None:
             self._again = _gather_again(shard, grad, self.group)
         found = self._again
         self._uses -= 1
@@ -330,6 +356,8 @@ class _KeepsOwnRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (shard, weight) = grads, ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if needs_weight and ctx.shared is not None:
+            ctx.shared.start(shard, grad)
         grad_x = grad.matmul(weight) if needs_x else None
         grad_weight = grad_bias = None
         if needs_weight:
