@@ -14,15 +14,25 @@ from torch import nn
 from mmlaunch.comm.strict import StrictWorld
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
+from mmplan.profiling.counting import block_parameters
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.lower import lower
 from mmplan.program.model import Program, TieReduction
+from mmplan.schema.factories import build_module
+from mmplan.schema.fingerprints import built_parts
+from mmplan.schema.profile import Fingerprint
+from mmplan.schema.workload import Workload
+from mmplan.simulation.predict import costs_of
+from mmplan.solvers.cost_table import ModuleCosts
+from tests.launching import check_over_gloo
 from tests.mixed_tp_cases import MIXED
 from tests.programs import trained_as
 from tests.row_texts import VOCAB, TextCase
+from tests.solving import module_profile, profile
 from tests.training import plain, train_alone, train_planned, worst_difference
-from tests.verification import TOLERANCE, verify_in_process
+from tests.verification import HERE, TOLERANCE, verify_in_process
+from tests.zero_cases import held_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAIN: dict[str, Any] = {
@@ -47,6 +57,76 @@ def test_gradients_equal_one_process(case: TextCase, rows: bool, zero: int) -> N
     verdict = verify_in_process(plan, workload, world=StrictWorld(plan.devices))
     assert not verdict.differences, verdict.differences[:5]
     assert verdict.worst <= TOLERANCE["fp64"]
+
+
+BOTH_DEGREES = TextCase(model="tied", tp=2, pp=2, dp=2)
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_gradients_that_are_cut_equal_one_process(zero: int) -> None:
+    plan, workload = BOTH_DEGREES.plan(), BOTH_DEGREES.workload(zero=zero)
+    verdict = verify_in_process(trained_as(plan, workload), workload, world=StrictWorld(8))
+    assert not verdict.differences, verdict.differences[:5]
+    assert verdict.worst <= TOLERANCE["fp64"]
+
+
+@pytest.mark.slow
+def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
+    workloads = [TWO_STAGES.workload(zero=zero, **TRAIN) for zero in (1, 3)]
+    check_over_gloo([(trained_as(TWO_STAGES.plan(), w), w) for w in workloads], tmp_path)
+
+
+def _large(case: TextCase, **train: Any) -> Workload:
+    """The case's workload in float32, with a table that is nearly the whole model."""
+    workload = case.workload(rows=False, precision="fp32", **TRAIN, **train)
+    module = workload.modules["llm"]
+    config = {**module.args["config"], "vocab_size": 2000}
+    module = module.model_copy(update={"args": {"config": config}})
+    return workload.model_copy(update={"modules": {"llm": module}})
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_first_and_the_last_stage_are_planned_to_hold_the_table(zero: int) -> None:
+    case = TextCase(model="tied", tp=1, pp=2, dp=2)
+    workload = _large(case, zero=zero)
+    plan = trained_as(case.plan(), workload)
+    kept, _ = held_bytes(plan, workload)
+    module = workload.modules["llm"]
+    built = built_parts(workload, HERE)["modules.llm"]
+    table = {(0, 2): 2000 * 16}
+    assert built.shared_parameters == table
+    numbers = block_parameters(build_module(workload, "llm", HERE, device="meta"))
+    given = module_profile(
+        blocks=3,
+        parameters=float(sum(numbers)),
+        block_parameters=numbers,
+        tied_blocks=tuple(table),
+        fingerprint=Fingerprint(factory=module.factory, args=module.args, built=built),
+    )
+    counted = costs_of(plan, profile({"llm": given}, plan.devices))
+    # Between two steps gradients are gone.
+    planned = [
+        counted.static_bytes(rank) - sum(counted.gradient_bytes(rank).values())
+        for rank in range(plan.devices)
+    ]
+    assert kept == pytest.approx(planned, rel=0.02)
+    # All four ranks sum it.
+    assert min(planned) > 2000 * 16 * (4 + 8 / (4 if zero else 1))
+    sums = [r for r in counted.program.reductions if isinstance(r, TieReduction)]
+    assert [counted.reduced_bytes(own) for own in sums] == [4 * 2000 * 16]
+    of_solvers = ModuleCosts(
+        counted.costs,
+        task="default",
+        module="llm",
+        passed=[True] * 3,
+        trains=[True] * 3,
+        losses=(),
+        recompute="none",
+        round_samples=4,
+        zero=zero,
+    )
+    cuts = tuple(stage.blocks for stage in counted.program.stages)
+    assert sum(of_solvers.stages(cuts).trained) == pytest.approx(sum(numbers) + 2000 * 16)
 
 
 def _clipped(parameters: dict[str, nn.Parameter]) -> Callable[[int], float | None]:

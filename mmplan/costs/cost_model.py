@@ -44,6 +44,7 @@ class _Shares:
     work: tuple[float, ...]
     parameters: tuple[float, ...]
     activations: tuple[float, ...]
+    shared: dict[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +254,23 @@ class CostModel(LinkCosts):
         return self._outputs[key]
 
     def parameters(self, *, task: str, module: str, blocks: Blocks | None = None) -> float:
-        """Number of parameters of a range of blocks (default: all)."""
+        """Number of parameters of a range of blocks (default: all).
+
+        Those that several blocks share count in their first block alone.
+        """
         shares = self._module(task, module)
         share = 1.0 if blocks is None else _between(shares.parameters, blocks)
         return shares.profile.parameters * share
+
+    def shared_parameters(self, *, task: str, module: str) -> dict[tuple[int, ...], int]:
+        """Blocks, ascending, to the number of parameters that all of them share."""
+        return self._module(task, module).shared
+
+    def own_parameters(self, *, task: str, module: str, block: int) -> float:
+        """Number of parameters of a block that no other block has."""
+        shared = self.shared_parameters(task=task, module=module)
+        number = self.parameters(task=task, module=module, blocks=(block, block + 1))
+        return max(0.0, number - sum(n for blocks, n in shared.items() if blocks[0] == block))
 
     def gathered_bytes(
         self, *, task: str, module: str, blocks: Blocks, trainable: Ranges | None = None
@@ -264,9 +278,10 @@ class CostModel(LinkCosts):
         """Most bytes that ZeRO-3 has whole while a block's backward runs: weights and gradient.
 
         On a device of its own the weights of the block before it are gathered meanwhile.
+        Parameters that blocks share are whole all the time, and not among these.
         """
         numbers = [
-            self.parameters(task=task, module=module, blocks=(block, block + 1))
+            self.own_parameters(task=task, module=module, block=block)
             for part in overlaps(blocks, trainable)
             for block in range(*part)
         ]
@@ -436,6 +451,7 @@ class CostModel(LinkCosts):
                 work=running_shares(profile.block_work, profile.blocks),
                 parameters=running_shares(profile.block_parameters, profile.blocks),
                 activations=running_shares(profile.block_activation_bytes, profile.blocks),
+                shared=profile.shared_parameters,
             )
         return self._shares[key]
 

@@ -18,18 +18,31 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.communicators import CommunicatorCount, communicator_counts
 from mmplan.program.features import are_apart, holders_of, readers
 from mmplan.program.instructions import Message, Op
-from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
+from mmplan.program.model import (
+    BlockReduction,
+    CrossSampleLoss,
+    Edge,
+    LossReduction,
+    Program,
+    Reduction,
+    Stage,
+    TieReduction,
+)
 from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
+from mmplan.program.reduction_starts import is_cut
 from mmplan.program.shards import BUCKET_BYTES, Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.recompute import Recompute, recomputed_blocks
 
-OwnedBlock = tuple[str, int]  # owner, block
-Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
-# A part of a block: first and end in shards of a tp, that tp, the number of ranks that sum it, and
-# whether they do so after each micro-batch.
+# A block, or all blocks that share some parameters: these are a part of their own.
+Part = int | tuple[int, ...]
+OwnedPart = tuple[str, Part]  # owner, part
+Shard = tuple[str, Part, int, int]  # owner, part, tp, tp index
+# Some shards of a part: first and end in shards of a tp, that tp, the number of ranks that sum
+# them, and whether
+# they do so after each micro-batch.
 StatePart = tuple[int, int, int, int, bool]
 
 
@@ -70,21 +83,31 @@ class ProgramCosts:
         self._rounds = {name: task.period for name, task in plan.tasks.items()}
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
-        # The stage that the costs of a block are asked for.
-        self._stage_of: dict[OwnedBlock, Stage] = {}
+        # The stage that the costs of a part are asked for.
+        self._stage_of: dict[OwnedPart, Stage] = {}
         # A block trains where any task trains it.
-        self._trained: set[OwnedBlock] = set()
+        self._trained: set[OwnedPart] = set()
         for stage in program.stages:
             for block in range(*stage.blocks):
                 self._stage_of.setdefault((stage.owner, block), stage)
             self._trained |= {(stage.owner, b) for part in stage.trainable for b in range(*part)}
-        # The parts of each block, with the number of ranks that may shard their optimizer state.
-        self._state_parts: defaultdict[OwnedBlock, list[StatePart]] = defaultdict(list)
-        for item in program.block_reductions:
-            if item.parameters != "whole":
-                for block in range(*item.blocks):
-                    part = (*item.shards, item.tp, len(item.ranks), item.rounds is not None)
-                    self._state_parts[item.owner, block].append(part)
+        # Of each owner, the parameters that blocks share: the blocks, and how many.
+        self._shared: dict[str, dict[tuple[int, ...], int]] = {}
+        for stage in program.stages:
+            if stage.owner not in self._shared:
+                shared = costs.shared_parameters(task=stage.task, module=stage.module)
+                self._shared[stage.owner] = shared
+                for blocks in shared:
+                    self._stage_of[stage.owner, blocks] = self._stage_of[stage.owner, blocks[0]]
+                    if all((stage.owner, block) in self._trained for block in blocks):
+                        self._trained.add((stage.owner, blocks))
+        # Of each part, the ranks that may shard its optimizer state.
+        self._state_parts: defaultdict[OwnedPart, list[StatePart]] = defaultdict(list)
+        for item in program.reductions:
+            if not isinstance(item, LossReduction) and item.parameters != "whole":
+                state = (*item.shards, item.tp, len(item.ranks), is_cut(item))
+                for part in _parts_of_sum(item):
+                    self._state_parts[item.owner, part].append(state)
         self._shard_sizes: dict[Shard, float] = {}
         self._output_bytes: dict[int, float] = {}
         # (stage, whether its backward) to the edges whose messages its groups gather.
@@ -133,7 +156,7 @@ class ProgramCosts:
         hidden_s, total_s = 0.0, 0.0
         whole = self.costs.work_share(task=task, module=module, blocks=stage.blocks) or 1.0
         for block in (b for part in stage.trainable for b in range(*part)):
-            size = self._block_parameters(stage.owner, block) * self.costs.held_bytes
+            size = self._numbers(stage.owner, block) * self.costs.held_bytes
             gather_s = self.costs.all_gather(ranks=stage.members, num_bytes=size).seconds
             total_s += max(0.0, gather_s - hidden_s)
             if not self.costs.cluster.device.is_cpu:
@@ -320,7 +343,7 @@ class ProgramCosts:
         """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
 
         ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters, and
-        those that blocks share, cost the latency only.
+        those of a profile without a fingerprint that blocks share, cost the latency only.
         """
         return self._reduce(reduction).seconds
 
@@ -342,7 +365,7 @@ class ProgramCosts:
             self.costs.work_share(task=task, module=module, blocks=(block, passed[1]))
             for block in range(end, first - 1, -1)
         ]
-        numbers = (self._block_parameters(reduction.owner, b) for b in reversed(range(first, end)))
+        numbers = (self._numbers(reduction.owner, b) for b in reversed(range(first, end)))
         there = [0.0, *accumulate(numbers)]
         shares = np.interp(np.linspace(0, there[-1], parts + 1)[1:], there, work) / (whole or 1.0)
         return [(float(share), seconds) for share in shares]
@@ -369,21 +392,18 @@ class ProgramCosts:
         """Bytes of gradient that every rank contributes to a reduction; its blocks all train.
 
         A profile does not know the parameters that tensor parallelism replicates: all count as
-        sharded, here as in memory. Nor does it know the bytes of a parameter that blocks share,
-        which count as the first block's.
+        sharded, here as in memory.
         """
-        if not isinstance(reduction, BlockReduction) or reduction.parameters == "whole":
+        if isinstance(reduction, LossReduction) or reduction.parameters == "whole":
             return 0.0
-        numbers = sum(
-            self._block_parameters(reduction.owner, block) for block in range(*reduction.blocks)
-        )
+        numbers = sum(self._numbers(reduction.owner, part) for part in _parts_of_sum(reduction))
         first, end = reduction.shards
         size = self.costs.gradient_bytes(self.zero_of(reduction))
         return numbers * (end - first) / reduction.tp * size
 
     def zero_of(self, reduction: Reduction) -> int:
         """ZeRO stage of what a reduction sums; 0 where a profile has no bytes of it."""
-        if not isinstance(reduction, BlockReduction):
+        if isinstance(reduction, LossReduction):
             return 0
         return self._stage_of[reduction.owner, reduction.blocks[0]].zero
 
@@ -413,13 +433,15 @@ class ProgramCosts:
         again = recomputed_blocks(self._recompute[stage.task, stage.module], blocks)
         return [] if passed is None else overlaps(passed, again)
 
-    def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
+    def gradient_bytes(self, rank: int) -> dict[OwnedPart, float]:
         """Bytes of a rank's gradients, of each block (owner, block) that trains.
+
+        Those of parameters that several blocks share have the tuple of these blocks in its place.
 
         Those that are cut stay as long as the optimizer's state, and are not among them.
         """
         return {
-            shard[:2]: self._block_parameters(*shard[:2])
+            shard[:2]: self._numbers(*shard[:2])
             / shard[2]
             * self.costs.gradient_bytes(self._stage_of[shard[:2]].zero)
             for shard in self._shards(rank)
@@ -446,7 +468,7 @@ class ProgramCosts:
 
     def _shard_bytes(self, shard: Shard) -> float:
         if shard not in self._shard_sizes:
-            numbers = self._block_parameters(*shard[:2])
+            numbers = self._numbers(*shard[:2])
             self._shard_sizes[shard] = sum(
                 numbers
                 * (end - first)
@@ -464,29 +486,32 @@ class ProgramCosts:
 
     def _parts_of(self, shard: Shard) -> list[StatePart]:
         """The reduced parts of a shard; all of it, on one rank, where there are none."""
-        owner, block, tp, index = shard
+        owner, of, tp, index = shard
         parts = [
             part
-            for part in self._state_parts.get((owner, block), ())
+            for part in self._state_parts.get((owner, of), ())
             if index * part[2] <= part[0] * tp and part[1] * tp <= (index + 1) * part[2]
         ]
         return parts or [(index, index + 1, tp, 1, False)]
 
     def _shards(self, rank: int) -> set[Shard]:
-        """The shard that a rank holds of every block; the whole block where it runs two shards."""
-        shards: dict[tuple[str, int], tuple[int, int]] = {}
+        """The shard that a rank holds of every part; the whole part where it runs two shards."""
+        shards: dict[OwnedPart, tuple[int, int]] = {}
         for stage in self.program.stages_of(rank):
             shard = stage.shards, 0 if stage.items else stage.place(rank)[1]
-            for block in range(*stage.blocks):
-                key = stage.owner, block
+            blocks = range(*stage.blocks)
+            shared = (s for s in self._shared[stage.owner] if any(b in blocks for b in s))
+            for part in (*blocks, *shared):
+                key = stage.owner, part
                 shards[key] = shard if shards.get(key, shard) == shard else (1, 0)
         return {(*key, *shard) for key, shard in shards.items()}
 
-    def _block_parameters(self, owner: str, block: int) -> float:
-        stage = self._stage_of[owner, block]
-        return self.costs.parameters(
-            task=stage.task, module=stage.module, blocks=(block, block + 1)
-        )
+    def _numbers(self, owner: str, part: Part) -> float:
+        """How many parameters a part has, whole."""
+        if not isinstance(part, int):
+            return self._shared[owner].get(part, 0)
+        stage = self._stage_of[owner, part]
+        return self.costs.own_parameters(task=stage.task, module=stage.module, block=part)
 
     def communicator_bytes(self, rank: int) -> float:
         """Device memory of the communicators of a rank."""
@@ -527,6 +552,12 @@ class ProgramCosts:
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
+
+
+def _parts_of_sum(reduction: BlockReduction | TieReduction) -> list[Part]:
+    if isinstance(reduction, TieReduction):
+        return [reduction.blocks]
+    return [*range(*reduction.blocks)]
 
 
 def _traffic(transfer: Transfer, loads: Loads) -> Traffic:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -62,6 +65,8 @@ class Point(Record):
     repeats: Count | None = None
 
 
+# A size in the text of a shape, not in that of a type.
+_SIZES = re.compile(r"\b\d+\b")
 # Type and sizes of a tensor: "float32 (512, 128)".
 TensorShape = Annotated[Str, Field(pattern=r"^[a-z][a-z0-9_]* \([0-9, ]*\)$")]
 
@@ -119,6 +124,20 @@ class BuiltPart(Record):
             for tie in self.ties
         )
         return tuple(sorted({tuple(sorted(blocks)) for blocks in of_each if len(blocks) > 1}))
+
+    @property
+    def shared_parameters(self) -> dict[tuple[int, ...], int]:
+        """Blocks, ascending, to the number of parameters that all of them share."""
+        runs = [run for run in self.blocks for _ in range(run.count)]
+        numbers: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        for tie in self.ties:
+            places = {(b, name) for name, own in tie.items() for r in own for b in range(*r)}
+            blocks = tuple(sorted({block for block, _ in places}))
+            if len(blocks) > 1:
+                block, name = min(places)
+                sizes = _SIZES.findall(self.parameters[runs[block].parameters][name])
+                numbers[blocks] += math.prod(map(int, sizes))
+        return dict(numbers)
 
     @model_validator(mode="after")
     def _indices_fit(self) -> BuiltPart:
@@ -182,6 +201,16 @@ class ModuleProfile(Record):
     output_bytes_per_sample: Size = 0
     boundary_bytes_per_sample: Size = 0
     points: tuple[Point, ...] = Field(min_length=1)
+
+    @property
+    def shared_parameters(self) -> dict[tuple[int, ...], int]:
+        """Blocks, ascending, to the number of parameters that all of them share.
+
+        ``parameters`` and ``block_parameters`` count these once, in their first block. A profile
+        without a fingerprint does not know them.
+        """
+        built = self.fingerprint.built if self.fingerprint else None
+        return built.shared_parameters if built else {}
 
     @model_validator(mode="after")
     def _lists_fit(self) -> ModuleProfile:

@@ -25,7 +25,13 @@ from itertools import accumulate
 from operator import attrgetter
 
 from mmplan.costs.fit import fit_curve
-from mmplan.costs.program_costs import CostModel, ProgramCosts, own_samples, passed_blocks
+from mmplan.costs.program_costs import (
+    CostModel,
+    OwnedPart,
+    ProgramCosts,
+    own_samples,
+    passed_blocks,
+)
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.reduction_starts import is_cut
@@ -192,7 +198,12 @@ class _Walk:
         static = self._costs.static_bytes(rank) - sum(self._gradient_of.values())
         self._fixed = static + self._costs.communicator_bytes(rank)
         self._gradients = self._activations = self._buffers = 0.0
-        self._made: set[tuple[str, int]] = set()
+        self._made: set[OwnedPart] = set()
+        # Of each block, what has a gradient with it: itself, and what it shares with others.
+        self._parts: defaultdict[tuple[str, int], list[OwnedPart]] = defaultdict(list)
+        for owner, part in self._gradient_of:
+            for block in (part,) if isinstance(part, int) else part:
+                self._parts[owner, block].append((owner, part))
         self._received: defaultdict[MicroBatch, float] = defaultdict(float)
         self._returned: defaultdict[MicroBatch, float] = defaultdict(float)
         # Reductions that start inside the next compute, and all that started.
@@ -310,11 +321,10 @@ class _Walk:
         """Blocks that have no gradient yet, to the bytes of that gradient."""
         new: dict[int, float] = {}
         for first, end in stage.trainable:
-            for block in range(max(first, stage.blocks[0]), min(end, stage.blocks[1])):
-                key = stage.owner, block
-                if key not in self._made:
-                    self._made.add(key)
-                    new[block] = self._gradient_of.get(key, 0.0)
+            for block in reversed(range(max(first, stage.blocks[0]), min(end, stage.blocks[1]))):
+                made = set(self._parts[stage.owner, block]) - self._made
+                self._made |= made
+                new[block] = sum(self._gradient_of[part] for part in made)
         return new
 
     def _release(self, stage: Stage, mb: int, sizes: MicroBatchMemory, position: int) -> None:

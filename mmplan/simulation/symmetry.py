@@ -21,9 +21,9 @@ from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_graph
 from mmplan.program.instructions import Op
 from mmplan.program.model import (
-    BlockReduction,
     CrossSampleLoss,
     Edge,
+    LossReduction,
     Program,
     Reduction,
     Stage,
@@ -129,7 +129,8 @@ class _WholeCosts(ProgramCosts):
         """What a reduction over all of its ranks needs of the interfaces of each class of nodes."""
         whole = self._whole_one(reduction)
         # The other shards are reduced at the same time.
-        shards = whole.tp if self._quotient.merges_tp and isinstance(whole, BlockReduction) else 1
+        merges = self._quotient.merges_tp
+        shards = whole.tp if merges and not isinstance(whole, LossReduction) else 1
         return self._by_node_class(super().reduce_traffic(whole, parts), whole.ranks, shards)
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:

@@ -38,7 +38,8 @@ class StageCosts:
         shares: [C, 5], columns above.
         held: [C], share of the module's activations that is held, of blocks that do not recompute.
         outputs: [C], bytes per sample of the outputs of blocks that recompute.
-        trained: [C], parameters that train; ``frozen`` the others.
+        trained: [C], parameters that train; ``frozen`` the others. Of those that several blocks
+            share a later stage has a copy.
         cut_bytes: [C], of the output of each stage, per sample.
     """
 
@@ -66,7 +67,7 @@ class ModuleCosts:
         zero: ZeRO stage of its parameters.
 
     Attributes:
-        blocks: every block as a stage.
+        blocks: every block as a stage, without copies of parameters.
     """
 
     def __init__(
@@ -112,6 +113,9 @@ class ModuleCosts:
             frozen=parameters * (1 - trains_L),
             cut_bytes=cut_bytes,
         )
+        shared = costs.shared_parameters(task=task, module=module)
+        # Of parameters that blocks share: the blocks, how many, and whether they train.
+        self._shared = [(own, n, all(trains[b] for b in own)) for own, n in shared.items()]
         own = self.blocks
         columns = [own.shares, own.held, own.outputs, own.trained, own.frozen]
         # A row of zeros after the last block, so that its end is a place too.
@@ -136,6 +140,9 @@ class ModuleCosts:
         # Sums from each range's start to its end, and from there on; every other one counts.
         sums = np.add.reduceat(self._per_block, np.array(cuts).ravel())[::2]
         held, outputs, trained, frozen = sums[:, LOSSES + 1 :].T
+        for shared, number, trains in self._shared:
+            copied = [a > shared[0] and any(a <= b < stop for b in shared) for a, stop in cuts]
+            (trained if trains else frozen)[copied] += number
         return StageCosts(
             cuts=cuts,
             shares=sums[:, : LOSSES + 1],
