@@ -37,9 +37,9 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.recompute import Recompute, recomputed_blocks
 
 # A block, or all blocks that share some parameters: these are a part of their own.
-Part = int | tuple[int, ...]
-OwnedPart = tuple[str, Part]  # owner, part
-Shard = tuple[str, Part, int, int]  # owner, part, tp, tp index
+ModulePart = int | tuple[int, ...]
+OwnedPart = tuple[str, ModulePart]  # owner, part
+Shard = tuple[str, ModulePart, int, int]  # owner, part, tp, tp index
 # Some shards of a part: first and end in shards of a tp, that tp, the number of ranks that sum
 # them, and whether
 # they do so after each micro-batch.
@@ -506,7 +506,7 @@ class ProgramCosts:
                 shards[key] = shard if shards.get(key, shard) == shard else (1, 0)
         return {(*key, *shard) for key, shard in shards.items()}
 
-    def _numbers(self, owner: str, part: Part) -> float:
+    def _numbers(self, owner: str, part: ModulePart) -> float:
         """How many parameters a part has, whole."""
         if not isinstance(part, int):
             return self._shared[owner].get(part, 0)
@@ -554,7 +554,7 @@ class ProgramCosts:
         return share * per_sample * self.program.batches[task]
 
 
-def _parts_of_sum(reduction: BlockReduction | TieReduction) -> list[Part]:
+def _parts_of_sum(reduction: BlockReduction | TieReduction) -> list[ModulePart]:
     if isinstance(reduction, TieReduction):
         return [reduction.blocks]
     return [*range(*reduction.blocks)]
