@@ -175,28 +175,17 @@ ConfigurationChoices = tuple[tuple[int, int, int], ...]
 """(chain, scaling class, position of its count) of all that runs at the same time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A configuration, and for how many seconds it runs."""
-
-    seconds: float
-    choices: ConfigurationChoices
-
-
 def configuration_bound(
     chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, budget: SearchBudget
-) -> tuple[float, list[Column]]:
+) -> float:
     """The bound over combinations of counts and the order of the chains, by column generation.
 
     With duals y and the best column's value z, sum(y) / z is a bound however many columns are
-    still missing (Farley). So the search may end at any time.
+    still missing (Farley). So the search may end at any time. Bounds are in seconds.
 
     Args:
         tables: ``[K, L]`` seconds of each chain: of one phase, or of both.
         budget: no further column is looked for when it is over.
-
-    Returns:
-        The bound in seconds, and the configurations with a positive duration.
     """
     return _ColumnGeneration(chains, tables, devices).run(budget)
 
@@ -299,16 +288,16 @@ class _ColumnGeneration:
         self._columns: list[ConfigurationChoices] = []
         self._max_nodes = 0
 
-    def run(self, budget: SearchBudget) -> tuple[float, list[Column]]:
+    def run(self, budget: SearchBudget) -> float:
         rows = len(self._rows)
         if not rows:
-            return 0.0, []
+            return 0.0
         for m, c in self._rows:
             self._columns.append(((m, c, int(self._classes[m][c].argmin())),))
         centre = self._first_duals()
         bound_s = 0.0
         while True:
-            seconds, duals = self._master(budget)
+            duals = self._master(budget)
             total, added = float(duals[:rows].sum()), False
             # Prices between the best so far and the master's need fewer rounds (Wentges).
             for prices in (_SMOOTHING * centre + (1 - _SMOOTHING) * duals, duals):
@@ -329,12 +318,7 @@ class _ColumnGeneration:
                 # Only now: it takes longer.
                 self._max_nodes = _MAX_NODES
                 self._columns = [own for own in self._columns if self._clash(own) is None]
-        used = [
-            Column(seconds=float(x), choices=choices)
-            for x, choices in zip(seconds, self._columns, strict=False)
-            if x > 1e-9 * total
-        ]
-        return bound_s, used
+        return bound_s
 
     def _first_duals(self) -> Floats:
         """Duals of the level bound: device-seconds, and seconds at each chain's own price."""
@@ -353,8 +337,8 @@ class _ColumnGeneration:
         busy = [m for m, _, _ in column]
         return np.append(worth, self._order.total - self._order.leaving[busy].sum(axis=0))
 
-    def _master(self, budget: SearchBudget) -> tuple[Floats, Floats]:
-        """Seconds of each column, and the duals."""
+    def _master(self, budget: SearchBudget) -> Floats:
+        """The duals."""
         order, num_rows = self._order, len(self._rows)
         # Rows are scaled by their least time, so that every rate is at most 1.
         least = np.array([float(self._classes[m][c].min()) for m, c in self._rows])
@@ -363,10 +347,9 @@ class _ColumnGeneration:
         worth = np.array([self._worth(column) for column in self._columns]) * unit
         matrix = np.vstack([worth, np.pad(of_order, ((0, 0), (num_rows, 0)))])
         limit = np.concatenate([np.ones(len(worth)), np.zeros(len(order.surplus)), [1.0]])
-        scale = float(least.max())
         budget.spend(_MASTER_S + _ENTRY_S * matrix.size)
-        duals, seconds = maximize(np.append(least / scale, 0 * order.total), matrix, limit)
-        return seconds[: len(worth)] * scale, duals * unit
+        gain = np.append(least / least.max(), 0 * order.total)
+        return maximize(gain, matrix, limit)[0] * unit
 
     def _price(self, duals: Floats, budget: SearchBudget) -> tuple[float, ConfigurationChoices]:
         """The most valuable configuration, and no less than its value: branch and bound.
@@ -525,7 +508,7 @@ def phase_bound(instance: Instance, tables: Sequence[Floats], budget: SearchBudg
     found = [level_bound(curves, devices)]
     if instance.levels > 1:
         found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
-    found.append(configuration_bound(chains, tables, devices, budget=budget)[0])
+    found.append(configuration_bound(chains, tables, devices, budget=budget))
     return max(found)
 
 

@@ -1,4 +1,4 @@
-"""Initial schedules: bi-point cuts, a configuration program's answer, and fluid schedules.
+"""Initial schedules: bi-point cuts and fluid schedules.
 
 A chain that should take a given time runs on the next larger count first and then on the smaller
 one, or the other way round, so that both together take that time (bi-point discretization,
@@ -27,13 +27,9 @@ from itertools import pairwise
 import numpy as np
 
 from mmplan.arrays import Floats
-from mmplan.solvers.mpsp.bounds import Column
 from mmplan.solvers.mpsp.instance import Instance, faster_counts
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments
 
-# Instants at which the devices used by chains side by side are compared. Chosen by hand: more
-# instants see shorter peaks and take longer.
-_INSTANTS = 64
 # In devices, what a later segment counts more where the larger count goes first: it breaks ties.
 _LATER_SEGMENT = 1e-3
 
@@ -82,38 +78,6 @@ def _envelope(counts: Floats, total_s: Floats) -> list[int]:
         if rise.max() <= 0:
             return kept
         kept.append(int(rise.argmax()))
-
-
-def from_columns(
-    instance: Instance,
-    classes: Sequence[Sequence[Floats]],
-    columns: Sequence[Column],
-    *,
-    order: Sequence[int],
-) -> ChainSegments:
-    """The segments of a configuration program's answer, in a given order of its columns.
-
-    The priority of a segment is the position of its column in that order. Blocks are rounded so
-    that none is lost.
-
-    Args:
-        classes: ``[K]`` seconds of the scaling classes of each chain, forward and backward.
-    """
-    shares: list[list[tuple[int, float, float]]] = [[] for _ in instance.chains]
-    for position, index in enumerate(order):
-        column = columns[index]
-        for m, c, k in column.choices:
-            time_s = classes[m][c]
-            share = column.seconds / time_s[k] * time_s.min()
-            shares[m].append((k, share, float(position)))
-    totals = [sum(share for _, share, _ in own) for own in shares]
-    return [
-        whole_blocks(
-            block_ends(chain.both_s),
-            [(k, share / totals[m], priority) for k, share, priority in shares[m]],
-        )
-        for m, chain in enumerate(instance.chains)
-    ]
 
 
 def block_ends(table_s: Floats) -> list[float]:
@@ -167,50 +131,16 @@ def portfolio(
     for factor in factors:
         for target in targets:
             for hull in (True, False):
-                first, second = (
-                    [
+                for larger_first in (True, False):
+                    cuts = [
                         bi_point(
                             c.counts, c.both_s, span * factor, hull=hull, larger_first=larger_first
                         )
                         for c, span in zip(instance.chains, target, strict=True)
                     ]
-                    for larger_first in (True, False)
-                )
-                for cuts in (first, second, _balanced(instance, first, second)):
                     for segments in _by_priority_rules(instance, cuts):
                         yield ChainSchedule(segments)
                         yield ChainSchedule(segments, strict=True)
-
-
-def _balanced(
-    instance: Instance, first: list[BlockCuts], second: list[BlockCuts]
-) -> list[BlockCuts]:
-    """Per chain the first or the second cuts, so that a level uses devices evenly over time."""
-    # Of both cuts of each chain, the end and the devices of each segment from a start at 0.
-    usages = [
-        [
-            (
-                np.cumsum([float(c.both_s[k, a:b].sum()) for k, a, b in cuts]),
-                np.array([c.counts[k] for k, _, _ in cuts], dtype=np.float64),
-            )
-            for cuts in pair
-        ]
-        for c, *pair in zip(instance.chains, first, second, strict=True)
-    ]
-    horizon = max(float(ends[-1]) for pair in usages for ends, _ in pair)
-    at = (np.arange(_INSTANTS) + 0.5) / _INSTANTS * horizon
-    used_by_level: dict[int, Floats] = {}
-    chosen = list(first)
-    for m in sorted(range(len(usages)), key=lambda m: -float(usages[m][0][1].max())):
-        level = instance.chains[m].level
-        used = used_by_level.setdefault(level, np.zeros(_INSTANTS))
-        options = [
-            used + np.append(counts, 0.0)[np.searchsorted(ends, at)] for ends, counts in usages[m]
-        ]
-        better = min((0, 1), key=lambda i: float((options[i] ** 2).sum()))
-        used_by_level[level] = options[better]
-        chosen[m] = (first, second)[better][m]
-    return chosen
 
 
 def _by_priority_rules(instance: Instance, cuts: Sequence[BlockCuts]) -> Iterator[ChainSegments]:

@@ -7,21 +7,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmplan.solvers.mpsp.bounds import Column, configuration_bound, curve, dag_bound, level_bound
-from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, from_columns, portfolio
-from mmplan.solvers.mpsp.instance import Instance, scaling_classes
+from mmplan.solvers.mpsp.bounds import curve, dag_bound, level_bound
+from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, portfolio
+from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
 from mmplan.solvers.search_budget import SearchBudget
 
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
-# Share of the budget for the configuration program that guides the search.
-_GUIDE_SHARE = 0.3
-# Share of the rest for bi-point schedules.
+# Share of the budget for bi-point schedules.
 _PORTFOLIO_SHARE = 0.1
-# Share of the rest for the configuration program's answer in several orders.
-_COLUMNS_SHARE = 0.1
-# Share of the rest for fluid schedules.
+# Share of the budget for fluid schedules.
 _FLUID_SHARE = 0.5
 # Initial schedules that are annealed before the best one is chosen.
 _TRIALS = 3
@@ -33,8 +29,6 @@ _UNCUT_SHARE = 0.1
 _UNCUT_SOURCES = 40
 # Factors of the times that chains should take in bi-point schedules.
 _SPAN_FACTORS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
-# Orders of the configuration program's columns.
-_COLUMN_ORDERS = 40
 # Annealing at its start accepts a schedule that is worse by this share with probability 1/e.
 _HOT = 0.003
 # The same share at its end.
@@ -73,8 +67,7 @@ def find_schedules(
     Args:
         bound_s: no schedule's forwards and backwards take less.
     """
-    targets, columns = _guides(instance, budget.part(budget.left_s * _GUIDE_SHARE))
-    best, uncut = _search(Evaluator(instance), targets, columns, bound_s, budget)
+    best, uncut = _search(Evaluator(instance), _targets(instance), bound_s, budget)
     schedules = {
         "the best schedule of slices": best,
         "one slice for each MetaOp": uncut,
@@ -99,28 +92,22 @@ def sequential_schedule(instance: Instance) -> ChainSchedule:
     )
 
 
-def _guides(instance: Instance, budget: SearchBudget) -> tuple[list[list[float]], list[Column]]:
-    """Target seconds of the chains, by level and over the graph, and configurations.
-
-    Configurations know no order, so there are none for several levels.
-    """
+def _targets(instance: Instance) -> list[list[float]]:
+    """Seconds that the chains should take, by level and over the graph."""
     chains, devices = instance.chains, instance.devices
     curves = [curve(c.counts, c.both_s) for c in chains]
     if instance.levels == 1:
-        tables = [c.both_s for c in chains]
-        _, columns = configuration_bound(chains, tables, devices, budget=budget)
-        return [[level_bound(curves, devices)] * len(chains)], columns
+        return [[level_bound(curves, devices)] * len(chains)]
     by_level = [0.0] * len(chains)
     for members in map(instance.of_level, range(instance.levels)):
         for m in members:
             by_level[m] = level_bound([curves[i] for i in members], devices)
-    return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]], []
+    return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]]
 
 
 def _search(
     evaluator: Evaluator,
     targets: Sequence[Sequence[float]],
-    columns: Sequence[Column],
     bound_s: float,
     budget: SearchBudget,
 ) -> tuple[ChainSchedule, ChainSchedule]:
@@ -130,9 +117,6 @@ def _search(
     # Each kind has its share of the budget, and at least one schedule.
     own = budget.part(all_s * _PORTFOLIO_SHARE)
     pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), own)]
-    if columns:
-        own = budget.part(all_s * _COLUMNS_SHARE)
-        pools.append(_rated(evaluator, _from_answer(instance, columns, rng), own))
     own = budget.part(all_s * _FLUID_SHARE)
     pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), own))
     every = sorted((rated for own in pools for rated in own), key=_cost)
@@ -214,23 +198,6 @@ def _without_cuts(pool: Sequence[_Rated]) -> Iterator[ChainSchedule]:
             k = max(own, key=lambda segment: segment.end - segment.first).k
             segments.append([ChainSegment(k, 0, own[-1].end, own[0].priority)])
         yield ChainSchedule(segments, rated.schedule.strict)
-
-
-def _from_answer(
-    instance: Instance, columns: Sequence[Column], rng: random.Random
-) -> Iterator[ChainSchedule]:
-    """A configuration program's segments, in several orders of its columns."""
-    order = sorted(range(len(columns)), key=lambda j: -columns[j].seconds)
-    classes = [scaling_classes(chain.both_s) for chain in instance.chains]
-    for attempt in range(_COLUMN_ORDERS):
-        if attempt == 1:
-            order.reverse()
-        elif attempt:
-            rng.shuffle(order)
-        segments = from_columns(instance, classes, columns, order=order)
-        # A chain that is as nothing beside the others may be in no column.
-        if all(segments):
-            yield ChainSchedule(segments)
 
 
 @dataclass(frozen=True, slots=True)
