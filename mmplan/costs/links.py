@@ -108,9 +108,12 @@ def collective(
     return _transfer(cluster, kind, _group(cluster, ranks), num_bytes, sharers)
 
 
-def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
-    """The group of some ranks. This is called very often."""
+def _group(cluster: Cluster, ranks: Sequence[int] | Ints) -> _Group:
+    """The group of some ranks, of an array different ones. This is called very often."""
     each = cluster.devices_per_node
+    if isinstance(ranks, np.ndarray):
+        there = np.bincount(ranks // each)
+        return _Group(len(ranks), int(there.max()), int(np.count_nonzero(there)))
     per_node = Counter([rank // each for rank in set(ranks)])
     most = max(per_node.values(), default=1)
     return _Group(max(sum(per_node.values()), 1), most, max(len(per_node), 1))
@@ -257,7 +260,11 @@ class LinkCosts:
         return self._collective("all_gather", ranks, num_bytes)
 
     def _collective(
-        self, kind: CollectiveKind, ranks: Sequence[int], num_bytes: float, sharers: int = 1
+        self,
+        kind: CollectiveKind,
+        ranks: Sequence[int] | Ints,
+        num_bytes: float,
+        sharers: int = 1,
     ) -> Transfer:
         """See :func:`collective`; cached, for solvers need the same numbers often."""
         key = kind, _group(self.cluster, ranks), num_bytes, sharers
@@ -283,9 +290,11 @@ class LinkCosts:
         """Seconds of one message between two ranks; 0 to itself."""
         return self.message(source=source, target=target, num_bytes=num_bytes).seconds
 
-    def all_reduce_s(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> float:
+    def all_reduce_s(
+        self, *, ranks: Sequence[int] | Ints, num_bytes: float, sharers: int = 1
+    ) -> float:
         """Seconds of an all-reduce of ``num_bytes`` on each rank."""
-        return self.all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers).seconds
+        return self._collective("all_reduce", ranks, num_bytes, sharers).seconds
 
 
 def all_reduce_s(

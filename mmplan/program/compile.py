@@ -66,7 +66,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     projection = _Projection(graph, links, plan.devices)
     for event in timeline.run():
         projection.add(event)
-    rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
+    rows = [hoist_receives(row, RECEIVES_AHEAD) if row else () for row in projection.rows()]
     return Program.of(plan, graph, with_starts(graph, order_receives(rows, graph, projection)))
 
 
@@ -251,7 +251,8 @@ def order_receives(
                 first = stage.microbatches[d][item.mb][0]
                 sent[item.key(rank)] = time, item.stage, first, t, item.edge, item.start
     return tuple(
-        _in_order(rank, row, graph, sent, times.starts[rank]) for rank, row in enumerate(rows)
+        _in_order(rank, row, graph, sent, times.starts[rank]) if row else ()
+        for rank, row in enumerate(rows)
     )
 
 

@@ -93,6 +93,10 @@ class _Builder:
         self._last_start: dict[int, int] = {}
 
     def add_row(self, rank: int, row: tuple[Instruction, ...]) -> None:
+        if not row:
+            # Most ranks, where one stands for many.
+            self._append([], [], {})
+            return
         self._last_start.clear()
         replicas = {s.index: (s, s.place(rank)[0]) for s in self._program.stages_of(rank)}
         posted: defaultdict[tuple[int, bool, int], list[int]] = defaultdict(list)
@@ -123,6 +127,11 @@ class _Builder:
                 kind, arg = self._collective(item)
             kinds.append(kind)
             args.append(arg)
+        self._append(kinds, args, inputs)
+
+    def _append(
+        self, kinds: list[int], args: list[int], inputs: dict[int, tuple[int, ...]]
+    ) -> None:
         self.dependencies.kind.append(kinds)
         self.dependencies.arg.append(args)
         self.dependencies.input_messages.append(inputs)

@@ -76,7 +76,8 @@ def with_starts(
     graph: Graph | Program, rows: Sequence[_InstructionRow]
 ) -> list[tuple[Instruction, ...]]:
     """The rows with a start of every reduction that can begin inside a backward."""
-    rows = [_with_rounds(graph, rank, row) for rank, row in enumerate(rows)]
+    if any(map(is_cut, graph.reductions)):
+        rows = [_with_rounds(graph, rank, row) for rank, row in enumerate(rows)]
     starts = _places(graph, rows)
     left_out = _contradicted(graph, rows, starts)
     result: list[tuple[Instruction, ...]] = []

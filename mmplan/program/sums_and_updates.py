@@ -9,7 +9,7 @@ index alone count in the norm of all gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ def sums_and_updates(
             if _is_summed(total):
                 index = len(reductions)
                 reductions.append(
-                    BlockReduction(index=index, owner=owner, blocks=blocks, **asdict(total))
+                    BlockReduction(index=index, owner=owner, blocks=blocks, **_fields(total))
                 )
         together = ((blocks, [(x, writing) for x in sums]) for blocks, sums, writing in held)
         for blocks, (total, writing) in _merged(together):
@@ -75,7 +75,7 @@ def sums_and_updates(
                 if _is_summed(total):
                     index = len(reductions)
                     reductions.append(
-                        TieReduction(index=index, owner=owner, blocks=tied, **asdict(total))
+                        TieReduction(index=index, owner=owner, blocks=tied, **_fields(total))
                     )
     for name in dict.fromkeys(loss.name for loss in graph.losses):
         ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
@@ -107,6 +107,11 @@ def _merged(found: Iterable[tuple[Span, list[T]]]) -> Iterator[tuple[Span, T]]:
     for blocks, values in merged:
         for value in values:
             yield blocks, value
+
+
+def _fields(total: ShardSum) -> dict[str, Any]:
+    """By name; ``asdict`` would copy the ranks one by one."""
+    return {field.name: getattr(total, field.name) for field in fields(total)}
 
 
 def _is_summed(total: ShardSum) -> bool:

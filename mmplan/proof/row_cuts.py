@@ -126,14 +126,18 @@ def _start_gather(shard: Tensor, rows: int, group: str) -> Callable[[], Tensor]:
     # All ranks send as many; the last of those that have fewer is of no use.
     most = -(-rows // at.count)
     finish = at.start_gather(_padded(shard, most))
+    if shard.is_cuda and rows == at.count * most and math.prod(shard.shape[:-2]) == 1:
+        return lambda: cast(Tensor, finish()).view(*shard.shape[:-2], rows, shard.shape[-1])
+    full, (first, end) = _of_rows(shard, rows), own_rows(rows, at.index, at.count)
+    # While the others' are under way.
+    full[..., first:end, :] = shard
 
     def all_rows() -> Tensor:
-        found, is_even = finish(), rows == at.count * most
-        if isinstance(found, Tensor) and is_even and math.prod(shard.shape[:-2]) == 1:
-            return found.view(*shard.shape[:-2], rows, shard.shape[-1])
-        spans = (own_rows(rows, index, at.count) for index in range(at.count))
-        parts = zip(found, spans, strict=True)
-        return torch.cat([part[..., : end - first, :] for part, (first, end) in parts], dim=-2)
+        for index, part in enumerate(finish()):
+            if index != at.index:
+                first, end = own_rows(rows, index, at.count)
+                full[..., first:end, :] = part[..., : end - first, :]
+        return full
 
     return all_rows
 

@@ -312,8 +312,9 @@ class OrderBuilder:
             first_sample=max(self._batches.values()),
         )
         # It blocks its ranks until the last is there, so it comes after all of their work.
+        own = set(event.ranks)
         for sequence, weights in zip(self._sequences, self._left_over, strict=True):
-            if set(sequence[-1].ranks) & set(event.ranks):
+            if not own.isdisjoint(sequence[-1].ranks):
                 for last in (sequence[-1], *weights):
                     event.after(last)
         for (index, _), sync in self._syncs.items():

@@ -188,12 +188,14 @@ class OneGrid:
         return any(place.replicated for place in self.layout.places.values())
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
-        shares = split_evenly(self.problem.round_samples, dp)
+        samples = self.problem.round_samples
+        largest = -(-samples // dp)
         sizes = [
-            cut(share, limit, pinned=pinned, largest_share=shares[0])
-            for share in (shares[0], shares[-1])
+            cut(share, limit, pinned=pinned, largest_share=largest)
+            for share in {largest: None, samples // dp: None}
         ]
-        least = min(min(own) for own in sizes)
+        # The last micro-batch is the smallest.
+        least = min(own[-1] for own in sizes)
         return Split(
             dp=dp,
             limit=limit,
@@ -308,9 +310,9 @@ class OneGrid:
         blocks, each = place.cuts[i], _inner_dp(place, inner_dp)
         if dp * each == 1 or not self.problem.stage(module, blocks).trainable:
             return 0.0
-        starts = [(d * self.layout.positions + place.first + i) * tp for d in range(dp)]
+        starts = (np.arange(dp) * self.layout.positions + place.first + i) * tp
         return self.problem.costs.all_reduce_s(
-            ranks=[start + t for start in starts for t in range(each)],
+            ranks=(starts[:, None] + np.arange(each)).ravel(),
             num_bytes=self._modules[module].stages.trained[i]
             / self._tp(place)
             * self.problem.module_costs(module).gradient_bytes,
