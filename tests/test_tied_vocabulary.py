@@ -62,7 +62,8 @@ def test_gradients_equal_one_process(case: TextCase, rows: bool, zero: int) -> N
 BOTH_DEGREES = TextCase(model="tied", tp=2, pp=2, dp=2)
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
 def test_gradients_that_are_cut_equal_one_process(zero: int) -> None:
     plan, workload = BOTH_DEGREES.plan(), BOTH_DEGREES.workload(zero=zero)
     verdict = verify_in_process(trained_as(plan, workload), workload, world=StrictWorld(8))
@@ -85,7 +86,7 @@ def _large(case: TextCase, **train: Any) -> Workload:
     return workload.model_copy(update={"modules": {"llm": module}})
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_first_and_the_last_stage_are_planned_to_hold_the_table(zero: int) -> None:
     case = TextCase(model="tied", tp=1, pp=2, dp=2)
     workload = _large(case, zero=zero)
