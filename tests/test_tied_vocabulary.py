@@ -49,9 +49,12 @@ EACH = pytest.mark.parametrize(
 )
 
 
+STATES = pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+
+
 @EACH
 @pytest.mark.parametrize("rows", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("zero", [0, 1])
+@STATES
 def test_gradients_equal_one_process(case: TextCase, rows: bool, zero: int) -> None:
     plan, workload = case.plan(), case.workload(rows=rows, zero=zero)
     verdict = verify_in_process(plan, workload, world=StrictWorld(plan.devices))
@@ -86,7 +89,7 @@ def _large(case: TextCase, **train: Any) -> Workload:
     return workload.model_copy(update={"modules": {"llm": module}})
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+@STATES
 def test_the_first_and_the_last_stage_are_planned_to_hold_the_table(zero: int) -> None:
     case = TextCase(model="tied", tp=1, pp=2, dp=2)
     workload = _large(case, zero=zero)
@@ -143,7 +146,7 @@ def _clipped(parameters: dict[str, nn.Parameter]) -> Callable[[int], float | Non
 
 
 @EACH
-@pytest.mark.parametrize("zero", [0, 1])
+@STATES
 def test_three_steps_equal_plain_torch(case: TextCase, zero: int) -> None:
     """A rank of the first or the last stage has the table's rows of its own tokens, once."""
     workload = case.workload(zero=zero, clip_grad_norm=CLIP, **TRAIN)
@@ -169,7 +172,13 @@ def test_three_steps_equal_plain_torch(case: TextCase, zero: int) -> None:
     assert sum(held) == ends * VOCAB
 
 
-@pytest.mark.parametrize(("first", "then"), [(TWO_STAGES, ONE_STAGE), (ONE_STAGE, TWO_STAGES)])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (TWO_STAGES, ONE_STAGE),
+        pytest.param(ONE_STAGE, TWO_STAGES, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_resumes_under_another_degree(
     first: TextCase, then: TextCase, tmp_path: Path
 ) -> None:
