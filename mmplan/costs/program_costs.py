@@ -41,8 +41,7 @@ ModulePart = int | tuple[int, ...]
 OwnedPart = tuple[str, ModulePart]  # owner, part
 Shard = tuple[str, ModulePart, int, int]  # owner, part, tp, tp index
 # Some shards of a part: first and end in shards of a tp, that tp, the number of ranks that sum
-# them, and whether
-# they do so after each micro-batch.
+# them, and whether they do so after each micro-batch.
 StatePart = tuple[int, int, int, int, bool]
 
 
@@ -437,7 +436,6 @@ class ProgramCosts:
         """Bytes of a rank's gradients, of each block (owner, block) that trains.
 
         Those of parameters that several blocks share have the tuple of these blocks in its place.
-
         Those that are cut stay as long as the optimizer's state, and are not among them.
         """
         return {
