@@ -527,6 +527,17 @@ def test_modules_start_on_nodes_of_their_own_where_there_is_room() -> None:
     assert not nodes[0] & nodes[1]
 
 
+def test_a_module_that_a_node_holds_is_not_cut_between_two() -> None:
+    costs = profile({"a": module_profile()}, 16, per_node=8)
+    # By the size of their groups c comes first: b behind it would lie on two nodes.
+    shapes = {"a": (2, 1, 1), "b": (4, 2, 1), "c": (1, 1, 2), "d": (2, 1, 1), "e": (2, 1, 1)}
+    grids = place_modules(shapes, cluster=costs.cluster, devices=16)
+    assert grids is not None
+    for grid in grids.values():
+        assert len({rank // 8 for rank in grid.members}) == 1
+    assert len({rank for grid in grids.values() for rank in grid.members}) == 16
+
+
 def test_units_of_uneven_shares_keep_step() -> None:
     slow_start = module_profile(fixed_s=9.0, activation_bytes=1.0)
     costs = profile({"a": slow_start}, 3, memory_bytes=1e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -300,9 +301,14 @@ def tried(
 ) -> list[Candidate]:
     """What a search tries where nothing fits."""
     found: list[Candidate] = []
+
+    def trial(candidate: Candidate) -> tuple[None, float]:
+        found.append(candidate)
+        return None, math.inf
+
     NeighbourSearch(
         Enumeration(job, costs).request,
-        trial=found.append,
+        trial=trial,
         trial_s=0.0,
         budget=SearchBudget(budget_s),
         least_s=0.0,

@@ -349,7 +349,7 @@ class _PlanSearch:
     ) -> NeighbourSearch:
         budget = SearchBudget(budget_s)
 
-        def trial(candidate: Candidate) -> Plan | None:
+        def trial(candidate: Candidate) -> tuple[Plan | None, float]:
             before, plan, needed = self._plans.effort, None, math.inf
             with suppress(InvalidInputError):
                 left = budget.left_s * INSTRUCTIONS_PER_S
@@ -361,7 +361,7 @@ class _PlanSearch:
             # Others were lowered only; those that are too large, for more than a small one takes.
             price = 1.0 if is_simulated or fits else REFUSED_PRICE
             budget.spend(price * (self._plans.effort - before) / INSTRUCTIONS_PER_S)
-            return plan if is_simulated and fits else None
+            return plan if is_simulated and fits else None, needed
 
         return NeighbourSearch(
             self._request,

@@ -4,7 +4,8 @@ A TP group is inside a node, or on whole nodes where the cluster lets it.
 
 A grid takes consecutive ranks, ``[dp][pp][tp]`` in that order, so replicas of one module
 are neighbours. Where the devices suffice, each module starts on a node of its own, and the
-reduction of its gradients shares no link with another module's.
+reduction of its gradients shares no link with another module's. Else modules lie one behind
+another; if that cuts one that a node could hold, they fill the nodes one by one, where they can.
 """
 
 from __future__ import annotations
@@ -42,12 +43,61 @@ def place_modules(
         return -shapes[module][2], -size // node if size % node == 0 else 0
 
     order = sorted(shapes, key=key)
-    for align in (node, None):
-        starts = _starts(shapes, order, align, cluster)
-        last = order[-1]
-        if starts is not None and starts[last] + _size(shapes[last]) <= devices:
-            return {m: RankGrid.consecutive(starts[m], *shapes[m]) for m in shapes}
-    return None
+    ways = (
+        _starts(shapes, order, node, cluster),
+        _starts(shapes, order, None, cluster),
+        _filled_nodes(shapes, order, node, devices),
+    )
+    fitting = [starts for starts in ways if starts is not None and _fits(shapes, starts, devices)]
+    if not fitting:
+        return None
+    # The first of those that cut least.
+    starts = min(fitting, key=lambda starts: _cuts(shapes, starts, node))
+    return {m: RankGrid.consecutive(starts[m], *shapes[m]) for m in shapes}
+
+
+def _fits(shapes: Mapping[str, Shape], starts: Mapping[str, int], devices: int) -> bool:
+    return max(starts[m] + _size(shapes[m]) for m in shapes) <= devices
+
+
+def _cuts(shapes: Mapping[str, Shape], starts: Mapping[str, int], node: int) -> int:
+    """Borders of nodes inside of modules, beyond the least."""
+    sizes = {m: _size(shape) for m, shape in shapes.items()}
+    return sum(
+        (starts[m] + size - 1) // node - starts[m] // node - (size - 1) // node
+        for m, size in sizes.items()
+    )
+
+
+def _filled_nodes(
+    shapes: Mapping[str, Shape], order: list[str], node: int, devices: int
+) -> dict[str, int] | None:
+    """First rank of each module: the fullest node with room; larger modules begin on a free one.
+
+    None where there are not enough nodes, or tensor-parallel groups do not divide them.
+    """
+    if any(node % shapes[m][2] for m in order):
+        return None
+    starts: dict[str, int] = {}
+    # First free rank of each node that is begun, and its end.
+    begun: list[tuple[int, int]] = []
+    free = 0
+    # A stable order: modules of several nodes come first, and leave room on their last ones.
+    for module in sorted(order, key=lambda m: _size(shapes[m]) <= node):
+        size, tp = _size(shapes[module]), shapes[module][2]
+        rooms = [(end - (-(-at // tp) * tp), i) for i, (at, end) in enumerate(begun)]
+        fitting = [(room, i) for room, i in rooms if room >= size]
+        if fitting:
+            _, i = min(fitting)
+            at, end = begun[i]
+            starts[module] = -(-at // tp) * tp
+            begun[i] = starts[module] + size, end
+        else:
+            starts[module] = free
+            nodes = -(-size // node)
+            free += nodes * node
+            begun.append((starts[module] + size, min(free, devices)))
+    return starts
 
 
 def _size(shape: Shape) -> int:

@@ -1,13 +1,15 @@
 """What layouts take and hold, about: what decides which neighbour is simulated first.
 
 The estimate of a step is that of a pipeline: the work of the busiest device, and the path of one
-micro-batch through all others.
+micro-batch through all others; or the messages between nodes, where these take longer.
 
-Shape suffixes used in this file: P = pipeline positions; R = devices of a group.
+Shape suffixes used in this file: P = pipeline positions; R = devices of a group; N = nodes;
+D, E = replicas.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from mmplan.arrays import Floats
+from mmplan.arrays import Floats, Ints
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.partitioner import module_stages
@@ -54,6 +56,8 @@ class LayoutEstimates:
         self._space, self._request, self._owners = space, space.request, space.owners
         self.cost = cache(self._cost)
         self._sum_s = cache(self._reduction_s)
+        self._edge_bytes, self._inside_bytes = cache(self._of_edge), cache(self._of_stages)
+        self._summed_bytes = cache(self._of_sums)
         self._bytes_of = cache(self._bytes)
 
     # --- seconds ---------------------------------------------------------------------
@@ -71,11 +75,13 @@ class LayoutEstimates:
         forward, backward = (own.shares @ x for x in costs.seconds(choice.shards, work, dp))
         chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
         each_P = chunks[:, :, -1].sum(axis=0)
+        # The ramp of interleaved chunks is as much shorter, if there are micro-batches to fill it.
+        slot_s, chunked = float(each_P.max()), choice.vpp if len(sizes) >= choice.pp else 1
         trained = float(own.trained.max()) * choice.vpp / choice.shards
         return _Cost(
             busy_s=problem.rounds * (chunks.sum(axis=0) @ counts),
-            slot_s=float(each_P.max()),
-            through_s=float(each_P.sum()) / choice.vpp,
+            slot_s=slot_s,
+            through_s=slot_s + (float(each_P.sum()) - slot_s) / chunked,
             gradient_bytes=trained * costs.gradient_bytes,
             backward_s=float(backward[:, -1].sum()) / choice.pp,
         )
@@ -124,6 +130,15 @@ class LayoutEstimates:
 
     def estimate_s(self, layout: PlanLayout) -> float:
         """About what a step takes; for comparing neighbours."""
+        messages_s, sums_s = self._between_nodes_s(layout)
+        return max(self._pipeline_s(layout, sums_s), messages_s)
+
+    def _pipeline_s(self, layout: PlanLayout, link_sums_s: float) -> float:
+        """The work of the busiest device, and the path of a micro-batch through all others.
+
+        Args:
+            link_sums_s: of all sums of gradients on the busiest link between nodes.
+        """
         own = [self.cost(index, choice) for index, choice in enumerate(layout.choices)]
         into, after = [0.0] * len(own), [0.0] * len(own)
         consumers: list[tuple[int, int]] = []
@@ -139,18 +154,31 @@ class LayoutEstimates:
         tasks = [problem.task.name for _, problem, _ in self._space.modules]
         turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
         turns += [set(tasks) - apart] if set(tasks) - apart else []
-        total_s, sums_s, summed = 0.0, self._sums_s(layout), set[str]()
-        for turn in reversed(turns):  # gradients are summed after the last turn that adds to them
-            ends: list[float] = []
+        sums_s = self._sums_s(layout)
+        # Gradients are summed after the last turn that adds to them.
+        last = {
+            owner: turn
+            for turn, of in enumerate(turns)
+            for task, owner in zip(tasks, self._owners, strict=True)
+            if task in of
+        }
+        total_s, free_s = 0.0, dict.fromkeys(layout.groups, 0.0)
+        for number, turn in enumerate(turns):
+            # Groups that the turn before leaves early begin early.
+            late = [free_s[layout.group_of(i)] - into[i] for i in range(len(own))]
+            for consumer, producer in consumers:
+                late[consumer] = max(late[consumer], late[producer])
             for whole in layout.groups:
                 if group := [index for index in whole if tasks[index] in turn]:
                     path_s = max(into[i] + own[i].through_s + after[i] for i in group)
                     fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-                    left_s = (0.0 if self._owners[i] in summed else sums_s[i] for i in group)
-                    ends.append(self._busy_s(layout, group) + fill_s + max(left_s))
-            total_s += max(ends)
-            summed |= {own for task, own in zip(tasks, self._owners, strict=True) if task in turn}
-        return total_s
+                    left_s = (sums_s[i] for i in group if last[self._owners[i]] == number)
+                    begin_s = max(late[i] for i in group)
+                    free_s[whole] = begin_s + self._busy_s(layout, group) + fill_s
+                    total_s = max(total_s, free_s[whole] + max(left_s, default=0.0))
+        # Sums of gradients begin during the last backwards.
+        hidden_s = max(sum(own[i].backward_s for i in group) for group in layout.groups)
+        return max(total_s, max(free_s.values()) + max(0.0, link_sums_s - hidden_s))
 
     def _passing_s(
         self, layout: PlanLayout, own: Sequence[_Cost], producer: int, consumer: int
@@ -159,6 +187,99 @@ class LayoutEstimates:
         first, then = layout.choices[producer], layout.choices[consumer]
         needed = max(1.0, then.dp * then.size / (first.dp * first.size))
         return own[producer].through_s + (needed - 1) * own[producer].slot_s
+
+    # --- messages --------------------------------------------------------------------
+
+    def _between_nodes_s(self, layout: PlanLayout) -> tuple[float, float]:
+        """Seconds of messages, and of sums of gradients, on the busiest link between nodes."""
+        cluster = self._request.cluster
+        link = cluster.links.inter_node
+        if cluster.nodes == 1 or link is None:
+            return 0.0, 0.0
+        starts = self._space.starts_of(layout)
+        if starts is None:
+            return math.inf, math.inf
+        messages_N, sums_N = np.zeros(cluster.nodes), np.zeros(cluster.nodes)
+        places: defaultdict[str, dict[tuple[object, ...], tuple[int, UnitChoice, int]]]
+        places = defaultdict(dict)
+        for index, choice in enumerate(layout.choices):
+            degrees, start = _degrees(choice), starts[index]
+            if choice.pp > 1:
+                messages_N += self._inside_bytes(index, degrees, start)
+            for producer in self._space.producers[index]:
+                sends = _degrees(layout.choices[producer])
+                messages_N += self._edge_bytes(
+                    producer, sends, starts[producer], index, degrees, start
+                )
+            places[self._owners[index]].setdefault((degrees, start), (index, choice, start))
+        for own in places.values():
+            sums_N += self._summed_bytes(tuple(own.values()))
+        bandwidth = link.bandwidth_bytes_per_s
+        return float(messages_N.max()) / bandwidth, float(sums_N.max()) / bandwidth
+
+    def _of_edge(
+        self,
+        producer: int,
+        sends: tuple[int, int, int],
+        first: int,
+        consumer: int,
+        takes: tuple[int, int, int],
+        then: int,
+    ) -> Floats:
+        """[N], bytes that leave each node between two units in a step."""
+        _, problem, module = self._space.modules[producer]
+        num_bytes = problem.output_bytes(module, problem.blocks(module) - 1)
+        num_bytes *= problem.round_samples * problem.rounds
+        back = num_bytes if problem.makes_gradient(module) else 0.0
+        return self._leaving(
+            self._nodes(sends, first, sends[1] - 1), self._nodes(takes, then, 0), num_bytes, back
+        )
+
+    def _of_stages(self, index: int, shape: tuple[int, int, int], first: int) -> Floats:
+        """[N], bytes that leave each node between a unit's stages in a step; of equal cuts."""
+        _, problem, module = self._space.modules[index]
+        blocks, pp = problem.blocks(module), shape[1]
+        total_N = np.zeros(self._request.cluster.nodes)
+        for position in range(pp - 1):
+            here, there = (self._nodes(shape, first, at) for at in (position, position + 1))
+            if (here != there).any():
+                num_bytes = problem.output_bytes(module, blocks * (position + 1) // pp - 1)
+                num_bytes *= problem.round_samples * problem.rounds
+                total_N += self._leaving(here, there, num_bytes, num_bytes)
+        return total_N
+
+    def _of_sums(self, places: tuple[tuple[int, UnitChoice, int], ...]) -> Floats:
+        """[N], bytes that leave each node for sums of gradients over places; of equal stages."""
+        total_N = np.zeros(self._request.cluster.nodes)
+        index, choice, first = places[0]
+        num_bytes = self.cost(index, choice).gradient_bytes * choice.shards
+        for position in range(choice.pp):
+            if len(places) == 1:
+                own = np.unique(self._nodes(_degrees(choice), first, position))
+            else:
+                node = self._request.cluster.devices_per_node
+                spans = (range(at // node, (at + c.devices - 1) // node + 1) for _, c, at in places)
+                own = np.unique(np.concatenate([np.array(span) for span in spans]))
+            # A ring over the nodes.
+            total_N[own] += 2 * num_bytes * (len(own) - 1) / len(own)
+        return total_N
+
+    def _nodes(self, shape: tuple[int, int, int], first: int, position: int) -> Ints:
+        """[dp], the node of each replica at a pipeline position."""
+        dp, pp, tp = shape
+        ranks = first + (np.arange(dp) * pp + position) * tp
+        return ranks // self._request.cluster.devices_per_node
+
+    def _leaving(self, here_D: Ints, there_E: Ints, num_bytes: float, back: float) -> Floats:
+        """[N], of the samples of a step, in order on the replicas of two units."""
+        here, there = len(here_D), len(there_E)
+        edges = np.union1d(np.arange(here + 1) * there, np.arange(there + 1) * here)
+        shares, middle = np.diff(edges) / (here * there), edges[:-1]
+        source, target = here_D[middle // there], there_E[middle // here]
+        shares = np.where(source == target, 0.0, shares)
+        nodes = self._request.cluster.nodes
+        sent = np.bincount(source, weights=shares * num_bytes, minlength=nodes)
+        return sent + np.bincount(target, weights=shares * back, minlength=nodes)
 
     # --- memory ----------------------------------------------------------------------
 
@@ -224,3 +345,8 @@ class LayoutEstimates:
         elif choice.vpp == 1 and choice.lead:
             in_flight = np.minimum(np.arange(pp, 0, -1), count)
         return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
+
+
+def _degrees(choice: UnitChoice) -> tuple[int, int, int]:
+    """Degrees that say where a unit's replicas and stages stand."""
+    return choice.dp, choice.pp, choice.tp

@@ -11,7 +11,7 @@ from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import OrderRule, Plan, Schedule, ScheduleKind, Unit
 from mmplan.schema.workload import Pins
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_stages
-from mmplan.solvers.placement import make_unit, place_modules
+from mmplan.solvers.placement import Shape, make_unit, place_modules
 from mmplan.solvers.problem import Problem, Request
 
 Backwards = Literal["fused", "split", "even"]
@@ -140,6 +140,7 @@ class LayoutSpace:
         ]
         self.least_zero = tuple(request.workload.zero_of(module) for _, _, module in self.modules)
         self.tensor_degrees = cache(self._tensor_degrees)
+        self._starts = cache(self._starts_of_groups)
 
     def plan_zero(self, layout: PlanLayout) -> int:
         """The ZeRO stage of a layout's plan, which units have that say nothing else."""
@@ -183,23 +184,38 @@ class LayoutSpace:
             kept=unit,
         )
 
+    def starts_of(self, layout: PlanLayout) -> tuple[int, ...] | None:
+        """Each unit's first rank; None where tensor-parallel groups would cross nodes."""
+        starts = self._starts(layout.groups, tuple(self._shape(layout, g) for g in layout.groups))
+        if starts is None:
+            return None
+        first = {
+            i: start for group, start in zip(layout.groups, starts, strict=True) for i in group
+        }
+        return tuple(first[i] + choice.offset for i, choice in enumerate(layout.choices))
+
+    def _starts_of_groups(
+        self, groups: tuple[tuple[int, ...], ...], shapes: tuple[Shape, ...]
+    ) -> tuple[int, ...] | None:
+        named = {str(group): shape for group, shape in zip(groups, shapes, strict=True)}
+        cluster, devices = self.request.cluster, self.request.devices
+        places = place_modules(named, cluster=cluster, devices=devices)
+        return None if places is None else tuple(places[name].members[0] for name in named)
+
     def units_of(self, layout: PlanLayout) -> tuple[Unit, ...] | None:
         """Its units on their ranks; None where tensor-parallel groups would cross nodes."""
-        cluster = self.request.cluster
-        shapes = {str(group): self._shape(layout, group) for group in layout.groups}
-        places = place_modules(shapes, cluster=cluster, devices=self.request.devices)
-        if places is None:
+        cluster, starts = self.request.cluster, self.starts_of(layout)
+        if starts is None:
             return None
         units: list[Unit] = []
-        for index, choice in enumerate(layout.choices):
-            start = places[str(layout.group_of(index))].members[0] + choice.offset
+        for index, (choice, start) in enumerate(zip(layout.choices, starts, strict=True)):
             grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
             if not all(cluster.keeps_together(ranks) for _, _, ranks in grid.groups()):
                 return None
             units.append(self._unit(index, layout, grid))
         return tuple(units)
 
-    def _shape(self, layout: PlanLayout, group: Sequence[int]) -> tuple[int, int, int]:
+    def _shape(self, layout: PlanLayout, group: Sequence[int]) -> Shape:
         """(dp, pp, tp) of a grid with room for a group."""
         if len(group) == 1:
             own = layout.choices[group[0]]

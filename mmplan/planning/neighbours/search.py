@@ -68,8 +68,9 @@ class NeighbourSearch:
 
     Args:
         request: whose plans these are.
-        trial: the simulated plan of a candidate; None where it does not fit or cannot run. It
-            spends from the budget what it takes.
+        trial: the simulated plan of a candidate, None where it does not fit or cannot run, and the
+            bytes that it needs at least, 0 or infinite where nobody knows. It spends from the
+            budget what it takes.
         trial_s: seconds of a quiet core that a trial takes about.
         budget: of the whole search.
         least_s: no plan takes less.
@@ -79,7 +80,7 @@ class NeighbourSearch:
         self,
         request: Request,
         *,
-        trial: Callable[[Candidate], Plan | None],
+        trial: Callable[[Candidate], tuple[Plan | None, float]],
         trial_s: float,
         budget: SearchBudget,
         least_s: float,
@@ -91,8 +92,10 @@ class NeighbourSearch:
         self._changes = LayoutChanges(self._space, self._estimates)
         self._seen: set[PlanLayout] = set()
         self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
-        # By unit and choice, the least factor by which steps took longer than estimated.
+        # By unit and choice, and by all degrees, the least factor by which steps took longer than
+        # estimated; by all degrees that by which plans held more.
         self._factors: dict[tuple[object, ...], float] = {}
+        self._byte_factors: dict[tuple[object, ...], float] = {}
         # Of equal estimates the first is tried first.
         self._numbers = itertools.count()
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
@@ -113,6 +116,8 @@ class NeighbourSearch:
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
         best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
+        # Units whose changes leave the best step as it is: others wait for it too.
+        slack: set[int] = set()
         while True:
             is_over = not self._goes_on(best.plan, in_vain) or self._budget.left_s < eager_s
             if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
@@ -137,12 +142,17 @@ class NeighbourSearch:
             if not self._may_fit(layout):
                 self._cut_further(layout, expected_s, limit_s, start)
                 continue
-            if self._estimates.busiest_s(layout) >= best.plan.predicted.iteration_s:
+            best_s = best.plan.predicted.iteration_s
+            if self._estimates.busiest_s(layout) >= best_s:
+                continue
+            changed = _changed(best_layout, layout) if best_layout else set[int]()
+            if expected_s < best_s and changed and changed <= slack:
+                self._add(layout, best_s, limit_s, start, factor)
                 continue
             candidate = self._candidate(layout)
             if candidate is None:
                 continue
-            plan = self._evaluated(candidate)
+            plan = self._evaluated(layout, candidate)
             if plan is None:
                 self._cut_further(layout, expected_s, limit_s, start)
                 continue
@@ -153,7 +163,10 @@ class NeighbourSearch:
             if _merit(plan) < _merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
                 around, best_layout, in_vain = layout, layout, 0
+                slack -= changed
             step_s = rounded(plan.predicted.iteration_s)
+            if step_s == rounded(best_s):
+                slack |= changed
             is_near = step_s <= _NEAR * best.plan.predicted.iteration_s
             if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
                 self._expand(layout, plan, start)
@@ -172,11 +185,12 @@ class NeighbourSearch:
                 if self._budget.is_over:
                     return None
                 other = other.cut_further(zero)
-                if other in self._seen or not self._may_fit(other):
+                # What was learnt could be wrong, and the first that fits is wanted.
+                if other in self._seen or not self._fits_by_estimate(other, 1.0):
                     continue
                 self._seen.add(other)
                 candidate = self._candidate(other)
-                if candidate and (plan := self._evaluated(candidate)):
+                if candidate and (plan := self._evaluated(other, candidate)):
                     return candidate, plan
                 held = self._estimates.least_bytes(other)
                 heapq.heappush(heap, (held, next(self._numbers), other))
@@ -217,9 +231,13 @@ class NeighbourSearch:
         return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
 
     def _may_fit(self, layout: PlanLayout) -> bool:
+        factor = self._byte_factors.get((layout.zero, *_degrees_of(layout)), 1.0)
+        return self._fits_by_estimate(layout, factor)
+
+    def _fits_by_estimate(self, layout: PlanLayout, factor: float) -> bool:
         self._budget.spend(ESTIMATE_S)
         memory_bytes = self._request.cluster.device.memory_bytes
-        return self._estimates.least_bytes(layout) <= memory_bytes
+        return factor * self._estimates.least_bytes(layout) <= memory_bytes
 
     def _cut_further(
         self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan
@@ -295,16 +313,37 @@ class NeighbourSearch:
             order=None if layout.rule == Order().rule else Order(rule=layout.rule),
         )
 
-    def _evaluated(self, candidate: Candidate) -> Plan | None:
+    def _evaluated(self, layout: PlanLayout, candidate: Candidate) -> Plan | None:
         left_s = self._budget.left_s
-        plan = self._trial(candidate)
+        plan, num_bytes = self._trial(candidate)
         self._evaluations += 1
         self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
+        if 0 < num_bytes < math.inf:
+            key = layout.zero, *_degrees_of(layout)
+            factor = num_bytes / self._estimates.least_bytes(layout)
+            self._byte_factors[key] = max(1.0, min(factor, self._byte_factors.get(key, math.inf)))
         return plan
 
 
+def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
+    """Units that run in another way, whatever their leads, or share devices with others."""
+    pairs = zip(layout.choices, other.choices, strict=True)
+    return {
+        i
+        for i, (own, its) in enumerate(pairs)
+        if replace(own, lead=0) != replace(its, lead=0) or layout.group_of(i) != other.group_of(i)
+    }
+
+
+def _degrees_of(layout: PlanLayout) -> tuple[object, ...]:
+    """Degrees and places of all units, whatever their micro-batches and leads."""
+    places = ((c.tp, c.pp, c.vpp, c.dp, c.offset, c.items) for c in layout.choices)
+    return layout.groups, *places
+
+
 def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
-    """What estimates are corrected by: each unit's choice, whatever its lead."""
+    """What estimates are corrected by: all degrees, and each unit's choice, whatever its lead."""
+    yield layout.backwards, layout.rule, layout.in_turn, *_degrees_of(layout)
     for index, choice in enumerate(layout.choices):
         yield layout.backwards, index, replace(choice, lead=0, offset=0)
 

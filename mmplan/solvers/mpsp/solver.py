@@ -56,6 +56,8 @@ _PLACEMENT_SHARE = 0.1
 MAX_TP_CHOICES = 4
 # Share of the memory by which bytes of placements may be more than what a device holds; by hand.
 _OVERRATED = 0.05
+# So often with as much more as was lacking: with more room other placements are the best.
+_LARGER = 4
 # Sums of bytes in another order are equal up to this share of the memory.
 _ROUNDING = 1e-9
 # Micro-batches of staged schedules at least: with fewer a pipeline idles between its stages.
@@ -350,12 +352,15 @@ def _solve(request: Request, method: str) -> Solution:
     """The best schedules that fit the memory, or a little more."""
     memory_bytes = request.cluster.device.memory_bytes
     shortfall_bytes, found, bounds = _fitting(request, method)
-    if not found and shortfall_bytes < _OVERRATED * memory_bytes:
+    room_bytes, lacking_bytes = memory_bytes, shortfall_bytes
+    for _ in range(_LARGER):
         # What a simulation counts may fit: it knows what is held at one time.
-        room = {"memory_bytes": memory_bytes * (1 + _ROUNDING) + shortfall_bytes}
-        device = request.cluster.device.model_copy(update=room)
+        room_bytes = room_bytes * (1 + _ROUNDING) + lacking_bytes
+        if found or room_bytes > (1 + _OVERRATED) * memory_bytes:
+            break
+        device = request.cluster.device.model_copy(update={"memory_bytes": room_bytes})
         cluster = request.cluster.model_copy(update={"device": device})
-        _, found, bounds = _fitting(replace(request, cluster=cluster), method)
+        lacking_bytes, found, bounds = _fitting(replace(request, cluster=cluster), method)
     if not found:
         raise InfeasibleError(
             f"mpsp: no placement fits, a device lacks {size(shortfall_bytes)} at best",
