@@ -54,7 +54,7 @@ class LayoutChanges:
         )
         for other in changes:
             if other.devices <= self._request.devices:
-                yield with_usual_leads(other)
+                yield self.with_usual_leads(other)
 
     def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """Layouts two changes away: of groups and then any, or of different units."""
@@ -65,7 +65,7 @@ class LayoutChanges:
             for one, other in itertools.product(single[first], single[second]):
                 changed = layout.with_choices({first: one, second: other})
                 if changed.devices <= self._request.devices:
-                    yield with_usual_leads(changed)
+                    yield self.with_usual_leads(changed)
 
     def _of_units(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         for index in range(len(layout.choices)):
@@ -353,6 +353,34 @@ class LayoutChanges:
                     if moved := self._resized(apart, sizes):
                         yield moved
 
+    def with_usual_leads(self, layout: PlanLayout) -> PlanLayout:
+        """The layout with a lead where a unit waits for others, and none where it cannot.
+
+        Units of a group with the same degrees and sizes hand their outputs on without a message,
+        one by one. Where a unit's samples at once are cut otherwise than its consumer's, what is
+        left of one micro-batch comes with the next: it runs one more ahead. Groups begin with a
+        unit.
+        """
+        at_once = [choice.dp * choice.size for choice in layout.choices]
+        cut = {
+            producer
+            for consumer, producers in enumerate(self._space.producers)
+            for producer in producers
+            if max(at_once[producer], at_once[consumer]) % min(at_once[producer], at_once[consumer])
+        }
+        changed: dict[int, UnitChoice] = {}
+        for group in layout.groups:
+            own = [layout.choices[index] for index in group]
+            first = min(choice.offset for choice in own)
+            shapes = {(c.tp, c.dp, c.size, c.offset) for c in own}
+            alike = len(shapes) == 1 and all(c.pp == 1 for c in own)
+            for index, choice in zip(group, own, strict=True):
+                least = 2 if index in cut else 1
+                lead = 0 if alike and len(group) > 1 else max(choice.lead, least)
+                if lead != choice.lead or first:
+                    changed[index] = replace(choice, lead=lead, offset=choice.offset - first)
+        return layout.with_choices(changed)
+
     # --- small layouts ---------------------------------------------------------------
 
     def small(self, least_zero: int, budget: SearchBudget) -> Iterator[PlanLayout]:
@@ -401,26 +429,6 @@ class LayoutChanges:
                         if found := self._with(index, none, tp=tp, pp=pp, dp=dp, size=size):
                             return found
         return None
-
-
-def with_usual_leads(layout: PlanLayout) -> PlanLayout:
-    """The layout with a lead where a unit waits for others of its group, and none where it cannot.
-
-    Groups begin with a unit.
-
-    Units with the same degrees and sizes hand their outputs on without a message, one by one.
-    """
-    changed: dict[int, UnitChoice] = {}
-    for group in layout.groups:
-        own = [layout.choices[index] for index in group]
-        first = min(choice.offset for choice in own)
-        shapes = {(c.tp, c.dp, c.size, c.offset) for c in own}
-        alike = len(shapes) == 1 and all(c.pp == 1 for c in own)
-        for index, choice in zip(group, own, strict=True):
-            lead = 0 if alike and len(group) > 1 else max(choice.lead, 1)
-            if lead != choice.lead or first:
-                changed[index] = replace(choice, lead=lead, offset=choice.offset - first)
-    return layout.with_choices(changed)
 
 
 def _beside(values: Sequence[int], value: int) -> list[int]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from mmplan.planning.measured_trials import rounded
-from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges, with_usual_leads
+from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges
 from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
 from mmplan.planning.unit_schedules import SHORTER
@@ -116,7 +116,7 @@ class NeighbourSearch:
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
         best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
-        # Units whose changes leave the best step as it is: others wait for it too.
+        # Units whose changes left the best step as it was: it waits for others.
         slack: set[int] = set()
         while True:
             is_over = not self._goes_on(best.plan, in_vain) or self._budget.left_s < eager_s
@@ -205,7 +205,7 @@ class NeighbourSearch:
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""
         for small in self._changes.small(start.training.zero, self._small_budget()):
-            yield with_usual_leads(small)
+            yield self._changes.with_usual_leads(small)
             yield small
 
     def _small_budget(self) -> SearchBudget:
