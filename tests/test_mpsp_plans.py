@@ -96,7 +96,11 @@ def costs(
     )
 
 
-def test_a_placement_that_a_simulation_finds_room_for_is_planned(tmp_path: Path) -> None:
+# With less, the first larger room has other placements, which lack a little too.
+@pytest.mark.parametrize("memory_bytes", [990.0, 964.0])
+def test_a_placement_that_a_simulation_finds_room_for_is_planned(
+    tmp_path: Path, memory_bytes: float
+) -> None:
     """Bytes of placements are an estimate: what lacks a little of the memory may fit."""
     # Of each module seconds forward and backward, blocks, and bytes: of parameters, of
     # activations, outputs and boundaries.
@@ -122,7 +126,7 @@ def test_a_placement_that_a_simulation_finds_room_for_is_planned(tmp_path: Path)
             )
         },
         4,
-        memory_bytes=990.0,
+        memory_bytes=memory_bytes,
     )
     clip = {"factory": "mmplan.zoo.losses:clip", "cross_sample": True}
     several = workload(
@@ -140,7 +144,7 @@ def test_a_placement_that_a_simulation_finds_room_for_is_planned(tmp_path: Path)
         },
     )
     plan = run_solve(tmp_path, several, given, solver="mpsp")
-    assert max(plan.predicted.memory_bytes) <= 990.0
+    assert max(plan.predicted.memory_bytes) <= memory_bytes
 
 
 def shared_encoders() -> Workload:

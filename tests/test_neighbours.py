@@ -252,6 +252,73 @@ def test_no_plan_holds_less_than_its_layout_says() -> None:
     assert seen > 60
 
 
+def test_estimates_know_what_goes_between_nodes() -> None:
+    """Messages and sums that take longer than all computes."""
+    slow = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1.0}
+    chain = {"a": {}, "b": {"inputs": ["a"]}}
+    for parameters, output_bytes, degrees in (
+        (0.0, 40.0, ((2, 1), (2, 1))),  # from the ranks of one node to those of the other
+        (20.0, 0.0, ((4, 2), (4, 2))),  # both on both nodes
+    ):
+        own = module_profile(parameters=parameters, output_bytes_per_sample=output_bytes)
+        loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}}
+        job = workload(chain, batch=8, losses=loss)
+        whole = Enumeration(job, profile({"a": own, "b": own}, 4, per_node=2, inter=slow))
+        choices = tuple(
+            UnitChoice(tp=1, pp=1, vpp=1, dp=dp, size=size, kind="1f1b", lead=1)
+            for dp, size in degrees
+        )
+        groups = ((0,), (1,)) if sum(dp for dp, _ in degrees) <= 4 else ((0, 1),)
+        layout = PlanLayout(choices=choices, groups=groups, zero=(0, 0))
+        plan = whole.plan(layout)
+        assert plan is not None
+        step_s = predict(plan, whole.costs).iteration_s
+        busy_s = whole.estimates.busiest_s(layout)
+        assert step_s > 3 * busy_s
+        assert 0.5 * step_s < whole.estimates.estimate_s(layout) < 1.2 * step_s
+
+
+def test_a_unit_whose_samples_are_cut_otherwise_runs_one_more_ahead() -> None:
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}}
+    job = workload({"a": {}, "b": {"inputs": ["a"]}}, batch=12, losses=loss)
+    whole = Enumeration(job, profile({"a": module_profile(), "b": module_profile()}, 4))
+    for size, lead in ((2, 1), (3, 2), (4, 1)):  # beside four samples at once
+        choices = tuple(
+            UnitChoice(tp=1, pp=1, vpp=1, dp=dp, size=own, kind="1f1b", lead=0)
+            for dp, own in ((1, size), (2, 2))
+        )
+        layout = PlanLayout(choices=choices, groups=((0,), (1,)), zero=(0, 0))
+        changes = LayoutChanges(whole.space, whole.estimates)
+        assert [c.lead for c in changes.with_usual_leads(layout).choices] == [lead, 1]
+
+
+def test_what_trials_held_is_learnt() -> None:
+    """Of layouts with the same degrees the memory refuses few before the others are left out."""
+    job, costs = small_job(7)
+    whole = Enumeration(job, costs)
+    memory = costs.cluster.device.memory_bytes
+    found: list[Candidate] = []
+
+    def too_large(candidate: Candidate) -> tuple[None, float]:
+        found.append(candidate)
+        return None, 10 * memory
+
+    search = NeighbourSearch(
+        whole.request, trial=too_large, trial_s=0.0, budget=SearchBudget(1000.0), least_s=0.0
+    )
+    layouts = [
+        layout
+        for layout in itertools.islice(whole.layouts(), MOST_LAYOUTS)
+        if whole.space.units_of(layout) is not None
+    ]
+    start = next(plan for layout in layouts if (plan := whole.plan(layout)) is not None)
+    shown = start.model_copy(update={"predicted": Prediction(iteration_s=1e9, samples_per_s=0)})
+    search.run([shown])
+    shapes = [(c.zero, *((u.module, u.ranks, u.vpp) for u in c.units)) for c in found]
+    assert len(shapes) > 3
+    assert len(set(shapes)) == len(shapes)
+
+
 def test_a_search_without_budget_changes_nothing(tmp_path: Path) -> None:
     plan = run_solve(tmp_path, *small_job(7), budget_s=0.0)
     assert plan.solver.name != "neighbours"
