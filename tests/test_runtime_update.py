@@ -119,7 +119,9 @@ PROJECTORS = [
 
 
 @pytest.mark.parametrize(("frozen", "trained"), PROJECTORS, ids=str)
-@pytest.mark.parametrize(("dp", "tp", "zero"), [(2, 1, 1), (3, 2, 0)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "zero"), [(2, 1, 1), pytest.param(3, 2, 0, marks=pytest.mark.slow)]
+)
 def test_frozen_blocks_stay_and_projectors_train(
     frozen: dict[str, Any], trained: tuple[str, ...], dp: int, tp: int, zero: int
 ) -> None:

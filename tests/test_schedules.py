@@ -91,8 +91,8 @@ def longest(n: int, pp: int) -> int:
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
-@pytest.mark.parametrize("vpp", [2, 3, 4])
-@pytest.mark.parametrize("after", [0, 1, 3, 4, 7])
+@pytest.mark.parametrize("vpp", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("after", [0, 1, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_what_waits_for_a_module_after_it_is_held_as_the_solver_thinks(
     pp: int, vpp: int, after: int
 ) -> None:
