@@ -277,9 +277,10 @@ class LayoutEstimates:
         shares, middle = np.diff(edges) / (here * there), edges[:-1]
         source, target = here_D[middle // there], there_E[middle // here]
         shares = np.where(source == target, 0.0, shares)
-        nodes = self._request.cluster.nodes
-        sent = np.bincount(source, weights=shares * num_bytes, minlength=nodes)
-        return sent + np.bincount(target, weights=shares * back, minlength=nodes)
+        total_N = np.zeros(self._request.cluster.nodes)
+        np.add.at(total_N, source, shares * num_bytes)
+        np.add.at(total_N, target, shares * back)
+        return total_N
 
     # --- memory ----------------------------------------------------------------------
 
