@@ -27,6 +27,7 @@ from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import Candidate, Request
 from tests.commands import call
 from tests.programs import loss, unit
+from tests.selection import some
 from tests.solving import module_profile, profile, run_solve, workload
 from tests.verification import verify_in_process, verify_units
 
@@ -397,7 +398,7 @@ def test_memory_decides_how_often_the_waves_run(tmp_path: Path) -> None:
     check_equal(tight, workload)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", some([2, 4], 1))
 def test_a_module_that_no_device_holds_is_divided_among_groups(
     tmp_path: Path, devices: int
 ) -> None:
