@@ -319,6 +319,18 @@ def test_what_trials_held_is_learnt() -> None:
     assert len(set(shapes)) == len(shapes)
 
 
+def test_modules_that_hold_nothing_are_planned(tmp_path: Path) -> None:
+    """Only their messages take memory."""
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}}
+    job = workload({"a": {}, "b": {"inputs": ["a"]}}, batch=6, losses=loss)
+    link = {"latency_s": 0.1, "bandwidth_bytes_per_s": 64.0}
+    own = module_profile(output_bytes_per_sample=8.0)
+    costs = profile({"a": own, "b": own}, 3, intra=link)
+    plan = run_solve(tmp_path, job, costs)
+    assert plan.solver.neighbours is not None
+    assert plan.solver.neighbours.evaluations > 0
+
+
 def test_a_search_without_budget_changes_nothing(tmp_path: Path) -> None:
     plan = run_solve(tmp_path, *small_job(7), budget_s=0.0)
     assert plan.solver.name != "neighbours"

@@ -74,7 +74,7 @@ def _filled_nodes(
 ) -> dict[str, int] | None:
     """First rank of each module: the fullest node with room; larger modules begin on a free one.
 
-    None where there are not enough nodes, or tensor-parallel groups do not divide them.
+    There may be more ranks than devices. None where tensor-parallel groups do not divide nodes.
     """
     if any(node % shapes[m][2] for m in order):
         return None

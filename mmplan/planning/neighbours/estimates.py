@@ -9,7 +9,6 @@ D, E = replicas.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -198,7 +197,7 @@ class LayoutEstimates:
             return 0.0, 0.0
         starts = self._space.starts_of(layout)
         if starts is None:
-            return math.inf, math.inf
+            return 0.0, 0.0  # it has no plan
         messages_N, sums_N = np.zeros(cluster.nodes), np.zeros(cluster.nodes)
         places: defaultdict[str, dict[tuple[object, ...], tuple[int, UnitChoice, int]]]
         places = defaultdict(dict)
@@ -208,9 +207,7 @@ class LayoutEstimates:
                 messages_N += self._inside_bytes(index, degrees, start)
             for producer in self._space.producers[index]:
                 sends = _degrees(layout.choices[producer])
-                messages_N += self._edge_bytes(
-                    producer, sends, starts[producer], index, degrees, start
-                )
+                messages_N += self._edge_bytes(producer, sends, starts[producer], degrees, start)
             places[self._owners[index]].setdefault((degrees, start), (index, choice, start))
         for own in places.values():
             sums_N += self._summed_bytes(tuple(own.values()))
@@ -222,7 +219,6 @@ class LayoutEstimates:
         producer: int,
         sends: tuple[int, int, int],
         first: int,
-        consumer: int,
         takes: tuple[int, int, int],
         then: int,
     ) -> Floats:

@@ -318,9 +318,10 @@ class NeighbourSearch:
         plan, num_bytes = self._trial(candidate)
         self._evaluations += 1
         self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
-        if 0 < num_bytes < math.inf:
+        least_bytes = self._estimates.least_bytes(layout)
+        if 0 < num_bytes < math.inf and least_bytes:
             key = layout.zero, *_degrees_of(layout)
-            factor = num_bytes / self._estimates.least_bytes(layout)
+            factor = num_bytes / least_bytes
             self._byte_factors[key] = max(1.0, min(factor, self._byte_factors.get(key, math.inf)))
         return plan
 
