@@ -128,8 +128,8 @@ def test_a_stage_run_twice() -> None:
     assert {"u", "loss", "losses"} == modules_of(verdict)
 
 
-@pytest.mark.parametrize("module", ["v", "t", "u"])
-@pytest.mark.parametrize("factor", [1.5, 1 + 1e-9])
+@pytest.mark.parametrize("module", some(["v", "t", "u"], 0, 2))
+@pytest.mark.parametrize("factor", some([1.5, 1 + 1e-9], 1))
 def test_one_module_s_gradient_scaled(
     module: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

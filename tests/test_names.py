@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -27,10 +28,10 @@ GENERICS = {
 TYPE_PARAMETERS = {"TypeVar", "ParamSpec", "TypeVarTuple"}
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
     paths = [ROOT / "cli.py", *ROOT.glob("mmplan/**/*.py"), *ROOT.glob("mmlaunch/**/*.py")]
-    for path in sorted(paths):
-        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in sorted(paths)]
 
 
 def module_level(tree: ast.AST) -> Iterator[ast.AST]:

@@ -175,7 +175,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
         ],
     }
     drawn = 0
-    for _ in range(12 if seed == 0 else 1000):
+    for _ in range(6 if seed == 0 else 1000):
         odd = tmp_path / "run"
         shutil.copytree(folder / "run", odd)
         for name, whole in documents.items():

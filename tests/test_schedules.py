@@ -62,7 +62,7 @@ def test_gpipe_and_1f1b_take_the_same_time_and_hold_their_micro_batches(
     assert result.peak_bytes == tuple(held[p, p] for p in range(stages))
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("pp", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vpp", [2, 3, 4])
 def test_interleaved_waits_for_one_chunk_a_hop_and_holds_what_megatron_holds(
     pp: int, vpp: int
@@ -90,7 +90,7 @@ def longest(n: int, pp: int) -> int:
     return max(pp, max(map(len, np.array_split(np.arange(n), max(1, n // pp)))))
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("pp", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vpp", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("after", [0, 1, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_what_waits_for_a_module_after_it_is_held_as_the_solver_thinks(

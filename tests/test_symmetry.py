@@ -17,6 +17,7 @@ from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.profile import Profile
 from mmplan.simulation.step import prediction, simulate
 from mmplan.simulation.symmetry import predict
+from tests.selection import some
 from tests.solving import module_profile, profile, run_solve, workload
 
 LOSS_POINTS = {"points": [{"samples": 1, "forward_s": 0.25, "backward_s": 0.5}]}
@@ -175,12 +176,12 @@ def check_predictions(found: Sequence[tuple[Plan, CostModel]]) -> int:
     return sum(quotient_of(plan) is not None for plan, _ in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some(range(8), 0, 3, 5, 6))
 def test_predicts_what_simulating_everything_gives(tmp_path: Path, seed: int) -> None:
     check_predictions(plans(tmp_path, seed))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4), 0, 2))
 def test_predicts_what_simulating_all_tasks_gives(tmp_path: Path, seed: int) -> None:
     check_predictions(plans_of_tasks(tmp_path, seed))
 

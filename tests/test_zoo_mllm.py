@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", some(PLANS, 0, 3))
 def test_gradients_equal_one_process(name: str) -> None:
     _verify(PLANS[name])
 
