@@ -180,7 +180,7 @@ def test_siglip_takes_batches_without_images(pooled: bool) -> None:
     assert all(g is not None and not g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("kind", some(["llama", "llama 3", "qwen2", "qwen3"], 1, 3))
+@pytest.mark.parametrize("kind", some(["llama", "llama 3", "qwen2", "qwen3"], 3))
 def test_siglip_into_a_decoder_on_several_ranks_equals_one_process(kind: str) -> None:
     """Gradients too: tp 2 of both, pp 2, tied embeddings across stages, samples without image."""
     batch = 6
