@@ -18,6 +18,7 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.schema.cluster import Link
 from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.sample_split import cut
@@ -53,8 +54,14 @@ class LayoutEstimates:
 
     def __init__(self, space: LayoutSpace) -> None:
         self._space, self._request, self._owners = space, space.request, space.owners
+        self._consumers = [
+            (index, producer) for index, own in enumerate(space.producers) for producer in own
+        ]
         self.cost = cache(self._cost)
         self._sum_s = cache(self._reduction_s)
+        self._group_busy_s, self._row = cache(self._busy_of), cache(self._busy_row)
+        self._turns = cache(self._turns_of)
+        self._node_seconds: dict[tuple[object, ...], tuple[float, float]] = {}
         self._edge_bytes, self._inside_bytes = cache(self._of_edge), cache(self._of_stages)
         self._summed_bytes = cache(self._of_sums)
         self._bytes_of = cache(self._bytes)
@@ -100,6 +107,8 @@ class LayoutEstimates:
 
     def _sums_s(self, layout: PlanLayout) -> list[float]:
         """By unit, of the sums of gradients over all places at which its parameters are used."""
+        if len(set(self._owners)) == len(self._owners):
+            return [self._sum_s(i, own, own.copies) for i, own in enumerate(layout.choices)]
         places: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
         replicas: Counter[str] = Counter()
         for index, (own, owner) in enumerate(zip(layout.choices, self._owners, strict=True)):
@@ -117,15 +126,20 @@ class LayoutEstimates:
         return max(self._busy_s(layout, group) for group in layout.groups)
 
     def _busy_s(self, layout: PlanLayout, group: Sequence[int]) -> float:
-        if len(group) == 1:
-            return float(self.cost(group[0], layout.choices[group[0]]).busy_s.max())
-        total_R = np.zeros(layout.group_devices(group))
-        for index in group:
-            choice = layout.choices[index]
-            busy_s = self.cost(index, choice).busy_s
-            own_R = np.tile(np.repeat(busy_s, choice.tp), choice.dp)
-            total_R[choice.offset : choice.end] += own_R
+        return self._group_busy_s(tuple((index, layout.choices[index]) for index in group))
+
+    def _busy_of(self, units: tuple[tuple[int, UnitChoice], ...]) -> float:
+        """Of the busiest device of a group."""
+        if len(units) == 1:
+            return float(self.cost(*units[0]).busy_s.max())
+        total_R = np.zeros(max(choice.end for _, choice in units))
+        for index, choice in units:
+            total_R[choice.offset : choice.end] += self._row(index, choice)
         return float(total_R.max())
+
+    def _busy_row(self, index: int, choice: UnitChoice) -> Floats:
+        """[R], of the computes of each of a unit's devices."""
+        return np.tile(np.repeat(self.cost(index, choice).busy_s, choice.tp), choice.dp)
 
     def estimate_s(self, layout: PlanLayout) -> float:
         """About what a step takes; for comparing neighbours."""
@@ -140,44 +154,41 @@ class LayoutEstimates:
         """
         own = [self.cost(index, choice) for index, choice in enumerate(layout.choices)]
         into, after = [0.0] * len(own), [0.0] * len(own)
-        consumers: list[tuple[int, int]] = []
-        for index, producers in enumerate(self._space.producers):
-            consumers += [(index, producer) for producer in producers]
-        for consumer, producer in consumers:
+        for consumer, producer in self._consumers:
             wait = into[producer] + self._passing_s(layout, own, producer, consumer)
             into[consumer] = max(into[consumer], wait)
-        for consumer, producer in reversed(consumers):
+        for consumer, producer in reversed(self._consumers):
             wait = after[consumer] + own[consumer].through_s
             after[producer] = max(after[producer], wait)
-        apart = set(layout.in_turn)
-        tasks = [problem.task.name for _, problem, _ in self._space.modules]
-        turns = [{name} for name in dict.fromkeys(tasks) if name in apart]
-        turns += [set(tasks) - apart] if set(tasks) - apart else []
+        turns, last = self._turns(layout.in_turn)
         sums_s = self._sums_s(layout)
-        # Gradients are summed after the last turn that adds to them.
-        last = {
-            owner: turn
-            for turn, of in enumerate(turns)
-            for task, owner in zip(tasks, self._owners, strict=True)
-            if task in of
-        }
         total_s, free_s = 0.0, dict.fromkeys(layout.groups, 0.0)
+        group_of = {index: group for group in layout.groups for index in group}
         for number, turn in enumerate(turns):
             # Groups that the turn before leaves early begin early.
-            late = [free_s[layout.group_of(i)] - into[i] for i in range(len(own))]
-            for consumer, producer in consumers:
+            late = [free_s[group_of[i]] - into[i] for i in range(len(own))]
+            for consumer, producer in self._consumers:
                 late[consumer] = max(late[consumer], late[producer])
             for whole in layout.groups:
-                if group := [index for index in whole if tasks[index] in turn]:
+                if group := [index for index in whole if index in turn]:
                     path_s = max(into[i] + own[i].through_s + after[i] for i in group)
                     fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-                    left_s = (sums_s[i] for i in group if last[self._owners[i]] == number)
+                    left_s = max((sums_s[i] for i in group if last[i] == number), default=0.0)
                     begin_s = max(late[i] for i in group)
                     free_s[whole] = begin_s + self._busy_s(layout, group) + fill_s
-                    total_s = max(total_s, free_s[whole] + max(left_s, default=0.0))
+                    total_s = max(total_s, free_s[whole] + left_s)
         # Sums of gradients begin during the last backwards.
         hidden_s = max(sum(own[i].backward_s for i in group) for group in layout.groups)
         return max(total_s, max(free_s.values()) + max(0.0, link_sums_s - hidden_s))
+
+    def _turns_of(self, in_turn: tuple[str, ...]) -> tuple[list[set[int]], list[int]]:
+        """The units of each turn, and of each unit the last turn that adds to its gradients."""
+        tasks = [problem.task.name for _, problem, _ in self._space.modules]
+        names = [{name} for name in dict.fromkeys(tasks) if name in in_turn]
+        names += [rest] if (rest := set(tasks) - set(in_turn)) else []
+        turns = [{index for index, task in enumerate(tasks) if task in own} for own in names]
+        last = {self._owners[index]: number for number, own in enumerate(turns) for index in own}
+        return turns, [last[owner] for owner in self._owners]
 
     def _passing_s(
         self, layout: PlanLayout, own: Sequence[_Cost], producer: int, consumer: int
@@ -195,7 +206,14 @@ class LayoutEstimates:
         link = cluster.links.inter_node
         if cluster.nodes == 1 or link is None:
             return 0.0, 0.0
-        starts = self._space.starts_of(layout)
+        places = [(*_degrees(own), own.vpp, own.shards, own.offset) for own in layout.choices]
+        key = layout.groups, *places
+        if key not in self._node_seconds:
+            self._node_seconds[key] = self._node_s(layout, link)
+        return self._node_seconds[key]
+
+    def _node_s(self, layout: PlanLayout, link: Link) -> tuple[float, float]:
+        cluster, starts = self._request.cluster, self._space.starts_of(layout)
         if starts is None:
             return 0.0, 0.0  # it has no plan
         messages_N, sums_N = np.zeros(cluster.nodes), np.zeros(cluster.nodes)

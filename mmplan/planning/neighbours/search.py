@@ -101,7 +101,7 @@ class NeighbourSearch:
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
-        self._evaluations = 0
+        self._evaluations, self._best_s = 0, math.inf
         # No trial is begun for which too little is left.
         self._longest_s = trial_s
 
@@ -112,6 +112,7 @@ class NeighbourSearch:
             starts: simulated, best first; one at least.
         """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        self._best_s = best.plan.predicted.iteration_s
         first = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
@@ -142,7 +143,7 @@ class NeighbourSearch:
             if not self._may_fit(layout):
                 self._cut_further(layout, expected_s, limit_s, start)
                 continue
-            best_s = best.plan.predicted.iteration_s
+            best_s = self._best_s
             if self._estimates.busiest_s(layout) >= best_s:
                 continue
             changed = _changed(best_layout, layout) if best_layout else set[int]()
@@ -162,6 +163,7 @@ class NeighbourSearch:
             )
             if _merit(plan) < _merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
+                self._best_s = plan.predicted.iteration_s
                 around, best_layout, in_vain = layout, layout, 0
                 slack -= changed
             step_s = rounded(plan.predicted.iteration_s)
@@ -278,6 +280,8 @@ class NeighbourSearch:
             if other not in self._seen:
                 self._seen.add(other)
                 budget.spend(ESTIMATE_S)
+                if self._estimates.busiest_s(other) >= self._best_s:
+                    continue
                 self._add(other, scale * self._estimates.estimate_s(other), limit_s, start)
 
     def _add(
