@@ -64,7 +64,7 @@ class LayoutEstimates:
         self._node_seconds: dict[tuple[object, ...], tuple[float, float]] = {}
         self._edge_bytes, self._inside_bytes = cache(self._of_edge), cache(self._of_stages)
         self._summed_bytes = cache(self._of_sums)
-        self._bytes_of = cache(self._bytes)
+        self._bytes_of, self._group_bytes = cache(self._bytes), cache(self._bytes_of_group)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -310,16 +310,18 @@ class LayoutEstimates:
     def least_bytes(self, layout: PlanLayout) -> float:
         """What its fullest device holds at least."""
         most = self.most_zero(layout)
-        return max(self._group_bytes(layout, group, most) for group in layout.groups)
+        return max(
+            self._group_bytes(tuple((i, layout.choices[i], min(layout.zero[i], most)) for i in own))
+            for own in layout.groups
+        )
 
-    def _group_bytes(self, layout: PlanLayout, group: Sequence[int], most_zero: int) -> float:
-        active_R = np.zeros(layout.group_devices(group))
+    def _bytes_of_group(self, units: tuple[tuple[int, UnitChoice, int], ...]) -> float:
+        """Of the fullest device of units that share some, each with its ZeRO stage."""
+        active_R = np.zeros(max(choice.end for _, choice, _ in units))
         # Units that cut the same parameters alike hold them once.
         fixed: defaultdict[tuple[str, int], Floats] = defaultdict(lambda: np.zeros_like(active_R))
-        for index in group:
-            choice = layout.choices[index]
-            zero = min(layout.zero[index], most_zero)
-            held = self._bytes_of(index, replace(choice, lead=min(choice.lead, 1)), zero)
+        for index, choice, zero in units:
+            held = self._bytes_of(index, choice, zero)
             for total_R, of_P in zip(
                 (fixed[self._owners[index], choice.shards], active_R), held, strict=True
             ):

@@ -103,10 +103,10 @@ class PlanLayout:
 
     def with_choices(self, changed: Mapping[int, UnitChoice]) -> PlanLayout:
         """The layout with some units' choices changed."""
-        return replace(
-            self,
-            choices=tuple(changed.get(i, choice) for i, choice in enumerate(self.choices)),
-        )
+        choices = list(self.choices)
+        for index, choice in changed.items():
+            choices[index] = choice
+        return replace(self, choices=tuple(choices))
 
 
 class LayoutSpace:

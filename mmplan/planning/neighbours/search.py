@@ -24,7 +24,7 @@ from typing import cast
 from mmplan.planning.measured_trials import rounded
 from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges
 from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
-from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
+from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.planning.unit_schedules import SHORTER
 from mmplan.schema.base import ZeroStage
 from mmplan.schema.plan import Order, OrderRule, Plan
@@ -332,12 +332,23 @@ class NeighbourSearch:
 
 def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
     """Units that run in another way, whatever their leads, or share devices with others."""
-    pairs = zip(layout.choices, other.choices, strict=True)
-    return {
-        i
-        for i, (own, its) in enumerate(pairs)
-        if replace(own, lead=0) != replace(its, lead=0) or layout.group_of(i) != other.group_of(i)
-    }
+    pairs = enumerate(zip(layout.choices, other.choices, strict=True))
+    found = {i for i, (own, its) in pairs if own is not its and _alike(own) != _alike(its)}
+    if layout.groups != other.groups:
+        alike = set(layout.groups) & set(other.groups)
+        found |= {i for group in layout.groups if group not in alike for i in group}
+    return found
+
+
+def _alike(choice: UnitChoice) -> tuple[object, ...]:
+    """Equal for choices that differ in their leads alone."""
+    return (*_runs(choice), choice.offset)
+
+
+def _runs(choice: UnitChoice) -> tuple[object, ...]:
+    """What a unit does on its devices, wherever these are and whatever its lead."""
+    c = choice
+    return c.tp, c.pp, c.vpp, c.dp, c.size, c.kind, c.items
 
 
 def _degrees_of(layout: PlanLayout) -> tuple[object, ...]:
@@ -350,7 +361,7 @@ def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
     """What estimates are corrected by: all degrees, and each unit's choice, whatever its lead."""
     yield layout.backwards, layout.rule, layout.in_turn, *_degrees_of(layout)
     for index, choice in enumerate(layout.choices):
-        yield layout.backwards, index, replace(choice, lead=0, offset=0)
+        yield layout.backwards, index, *_runs(choice)
 
 
 def _merit(plan: Plan) -> tuple[float, int]:
