@@ -195,7 +195,9 @@ def solve(
             if not plans:
                 raise
         if solver == "auto" and top > 1:
-            plans += search.neighbours(plans, budget_s=NEIGHBOUR_BUDGETS * budget_s)
+            spare_s = min(search.patience_left_s, SIMULATION_BUDGETS * budget_s)
+            own_s = NEIGHBOUR_BUDGETS * budget_s + max(0.0, spare_s)
+            plans += search.neighbours(plans, budget_s=own_s)
         ordinary = None if top == 1 else search.ordinary(plans)
         plan = search.choose(plans, left_out, trials, devices=wanted)
         return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
@@ -258,6 +260,8 @@ class _PlanSearch:
         self._plans, self._request = plans, plans.request
         self._search_notes: list[str] = []
         self._neighbours: NeighbourReport | None = None
+        # What is left of the patience for the solvers' plans.
+        self.patience_left_s = 0.0
 
     def simulate_all(
         self,
@@ -320,6 +324,8 @@ class _PlanSearch:
             progress(total, total, "simulated")
         if not plans:
             raise _none_fits(self._plans, self._search_notes)
+        spent = self._plans.effort - effort_before
+        self.patience_left_s = patience_s - spent / INSTRUCTIONS_PER_S
         return plans
 
     def ordinary(self, plans: Sequence[SimulatedPlan]) -> RunnerUp | None:
