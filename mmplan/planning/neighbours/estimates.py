@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -309,19 +309,37 @@ class LayoutEstimates:
 
     def least_bytes(self, layout: PlanLayout) -> float:
         """What its fullest device holds at least."""
-        most = self.most_zero(layout)
-        return max(
-            self._group_bytes(tuple((i, layout.choices[i], min(layout.zero[i], most)) for i in own))
-            for own in layout.groups
-        )
+        most, zero = self.most_zero(layout), layout.zero
+        ahead = self._ahead(layout)
+        units = [(i, own, min(zero[i], most), ahead[i]) for i, own in enumerate(layout.choices)]
+        return max(self._group_bytes(tuple(units[i] for i in group)) for group in layout.groups)
 
-    def _bytes_of_group(self, units: tuple[tuple[int, UnitChoice, int], ...]) -> float:
+    def _ahead(self, layout: PlanLayout) -> list[int]:
+        """Of each unit, micro-batches whose forwards come before its last stage's first backward.
+
+        At least: what its consumers have first, and its lead.
+        """
+        found, wanted = [1] * len(layout.choices), [0] * len(layout.choices)
+        for index in reversed(range(len(found))):
+            choice, total = layout.choices[index], self._space.modules[index][1].round_samples
+            at_once, before = choice.dp * choice.size, choice.pp - 1
+            found[index] = max(1, wanted[index] // at_once)
+            if choice.kind == "1f1b":
+                found[index] += choice.lead if wanted[index] else 0
+                first = (found[index] + choice.lead * before) * at_once
+            else:
+                first = total if choice.kind == "batch-sync" else at_once
+            for producer in self._space.producers[index]:
+                wanted[producer] = max(wanted[producer], min(first, total))
+        return found
+
+    def _bytes_of_group(self, units: tuple[tuple[int, UnitChoice, int, int], ...]) -> float:
         """Of the fullest device of units that share some, each with its ZeRO stage."""
-        active_R = np.zeros(max(choice.end for _, choice, _ in units))
+        active_R = np.zeros(max(choice.end for _, choice, _, _ in units))
         # Units that cut the same parameters alike hold them once.
         fixed: defaultdict[tuple[str, int], Floats] = defaultdict(lambda: np.zeros_like(active_R))
-        for index, choice, zero in units:
-            held = self._bytes_of(index, choice, zero)
+        for index, choice, zero, ahead in units:
+            held = self._bytes_of(index, choice, zero, ahead)
             for total_R, of_P in zip(
                 (fixed[self._owners[index], choice.shards], active_R), held, strict=True
             ):
@@ -330,8 +348,14 @@ class LayoutEstimates:
                 np.maximum(place_R, own_R, out=place_R)
         return float((sum(fixed.values()) + active_R).max())
 
-    def _bytes(self, index: int, choice: UnitChoice, zero: int) -> tuple[Floats, Floats]:
-        """[P], parameters with their state, and activations of micro-batches in flight."""
+    def _bytes(
+        self, index: int, choice: UnitChoice, zero: int, ahead: int
+    ) -> tuple[Floats, Floats]:
+        """[P], parameters with their state, and activations of micro-batches in flight.
+
+        Args:
+            ahead: those of the last stage before its first backward.
+        """
         _, problem, module = self._space.modules[index]
         costs, (tp, pp, dp) = problem.module_costs(module), (choice.shards, choice.pp, choice.dp)
         own = costs.stages(module_stages(problem, module, pp * choice.vpp))
@@ -359,8 +383,8 @@ class LayoutEstimates:
         in_flight = np.ones(pp)
         if choice.kind == "batch-sync":
             in_flight[:] = count
-        elif choice.vpp == 1 and choice.lead:
-            in_flight = np.minimum(np.arange(pp, 0, -1), count)
+        elif choice.vpp == 1:
+            in_flight = np.minimum(ahead + choice.lead * np.arange(pp - 1, -1, -1), count)
         return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
 
 

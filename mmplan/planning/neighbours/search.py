@@ -87,6 +87,7 @@ class NeighbourSearch:
     ) -> None:
         self._request, self._trial, self._budget = request, trial, budget
         self._least_s = least_s
+        self._memory_bytes = request.cluster.device.memory_bytes
         self._space = LayoutSpace(request)
         self._estimates = LayoutEstimates(self._space)
         self._changes = LayoutChanges(self._space, self._estimates)
@@ -140,8 +141,9 @@ class NeighbourSearch:
                 estimate_s = expected_s / factor
                 self._add(layout, learnt * estimate_s, limit_s, start, learnt)
                 continue
-            if not self._may_fit(layout):
-                self._cut_further(layout, expected_s, limit_s, start)
+            needed = self._needed(layout)
+            if needed > self._memory_bytes:
+                self._cut_further(layout, needed, expected_s, limit_s, start)
                 continue
             best_s = self._best_s
             if self._estimates.busiest_s(layout) >= best_s:
@@ -153,9 +155,9 @@ class NeighbourSearch:
             candidate = self._candidate(layout)
             if candidate is None:
                 continue
-            plan = self._evaluated(layout, candidate)
+            plan, needed = self._evaluated(layout, candidate)
             if plan is None:
-                self._cut_further(layout, expected_s, limit_s, start)
+                self._cut_further(layout, needed, expected_s, limit_s, start)
                 continue
             in_vain += 1
             self._learn(
@@ -188,11 +190,11 @@ class NeighbourSearch:
                     return None
                 other = other.cut_further(zero)
                 # What was learnt could be wrong, and the first that fits is wanted.
-                if other in self._seen or not self._fits_by_estimate(other, 1.0):
+                if other in self._seen or self._least_bytes(other) > self._memory_bytes:
                     continue
                 self._seen.add(other)
                 candidate = self._candidate(other)
-                if candidate and (plan := self._evaluated(other, candidate)):
+                if candidate and (plan := self._evaluated(other, candidate)[0]):
                     return candidate, plan
                 held = self._estimates.least_bytes(other)
                 heapq.heappush(heap, (held, next(self._numbers), other))
@@ -232,24 +234,33 @@ class NeighbourSearch:
         may_gain = best.predicted.iteration_s > self._least_s * _SAME
         return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
 
-    def _may_fit(self, layout: PlanLayout) -> bool:
+    def _needed(self, layout: PlanLayout) -> float:
+        """Bytes of the fullest device, by the estimate and what others held."""
         factor = self._byte_factors.get((layout.zero, *_degrees_of(layout)), 1.0)
-        return self._fits_by_estimate(layout, factor)
+        return factor * self._least_bytes(layout)
 
-    def _fits_by_estimate(self, layout: PlanLayout, factor: float) -> bool:
+    def _least_bytes(self, layout: PlanLayout) -> float:
         self._budget.spend(ESTIMATE_S)
-        memory_bytes = self._request.cluster.device.memory_bytes
-        return factor * self._estimates.least_bytes(layout) <= memory_bytes
+        return self._estimates.least_bytes(layout)
 
     def _cut_further(
-        self, layout: PlanLayout, expected_s: float, limit_s: float, start: Plan
+        self, layout: PlanLayout, needed: float, expected_s: float, limit_s: float, start: Plan
     ) -> None:
-        """Try a layout that did not fit with the next ZeRO stage."""
-        least = min(layout.zero)
-        if least < self._estimates.most_zero(layout):
-            further = layout.cut_further(least + 1)
-            if further not in self._seen:
-                self._add(further, expected_s, limit_s, start)
+        """Try a layout that does not fit with the first ZeRO stage that may save enough.
+
+        Args:
+            needed: bytes; 0 or infinite where something else is wrong with it.
+        """
+        if not 0 < needed < math.inf:
+            return
+        own = self._estimates.least_bytes(layout)
+        for least in range(min(layout.zero) + 1, self._estimates.most_zero(layout) + 1):
+            further = layout.cut_further(least)
+            saved = own - self._estimates.least_bytes(further)
+            if needed - saved <= self._memory_bytes:
+                if further not in self._seen:
+                    self._add(further, expected_s, limit_s, start)
+                return
 
     def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
         """Try what is one change away: leads that gain nothing lead nowhere."""
@@ -317,7 +328,7 @@ class NeighbourSearch:
             order=None if layout.rule == Order().rule else Order(rule=layout.rule),
         )
 
-    def _evaluated(self, layout: PlanLayout, candidate: Candidate) -> Plan | None:
+    def _evaluated(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
         left_s = self._budget.left_s
         plan, num_bytes = self._trial(candidate)
         self._evaluations += 1
@@ -327,7 +338,7 @@ class NeighbourSearch:
             key = layout.zero, *_degrees_of(layout)
             factor = num_bytes / least_bytes
             self._byte_factors[key] = max(1.0, min(factor, self._byte_factors.get(key, math.inf)))
-        return plan
+        return plan, num_bytes
 
 
 def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
