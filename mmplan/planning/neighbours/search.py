@@ -94,7 +94,7 @@ class NeighbourSearch:
         self._seen: set[PlanLayout] = set()
         self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
         # By unit and choice, and by all degrees, the least factor by which steps took longer than
-        # estimated; by all degrees that by which plans held more.
+        # estimated; by :func:`_held_by` that by which plans held more.
         self._factors: dict[tuple[object, ...], float] = {}
         self._byte_factors: dict[tuple[object, ...], float] = {}
         # Of equal estimates the first is tried first.
@@ -236,7 +236,7 @@ class NeighbourSearch:
 
     def _needed(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device, by the estimate and what others held."""
-        factor = self._byte_factors.get((layout.zero, *_degrees_of(layout)), 1.0)
+        factor = self._byte_factors.get(_held_by(layout), 1.0)
         return factor * self._least_bytes(layout)
 
     def _least_bytes(self, layout: PlanLayout) -> float:
@@ -335,7 +335,7 @@ class NeighbourSearch:
         self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
         least_bytes = self._estimates.least_bytes(layout)
         if 0 < num_bytes < math.inf and least_bytes:
-            key = layout.zero, *_degrees_of(layout)
+            key = _held_by(layout)
             factor = num_bytes / least_bytes
             self._byte_factors[key] = max(1.0, min(factor, self._byte_factors.get(key, math.inf)))
         return plan, num_bytes
@@ -366,6 +366,11 @@ def _degrees_of(layout: PlanLayout) -> tuple[object, ...]:
     """Degrees and places of all units, whatever their micro-batches and leads."""
     places = ((c.tp, c.pp, c.vpp, c.dp, c.offset, c.items) for c in layout.choices)
     return layout.groups, *places
+
+
+def _held_by(layout: PlanLayout) -> tuple[object, ...]:
+    """What estimates of bytes are corrected by."""
+    return layout.zero, layout.backwards, layout.in_turn, *_degrees_of(layout)
 
 
 def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
