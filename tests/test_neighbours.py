@@ -242,7 +242,10 @@ def test_no_plan_holds_less_than_its_layout_says() -> None:
         job = job.model_copy(update={"train": job.train.model_copy(update={"zero": 3})})
         whole = Enumeration(job, costs)
         layouts = list(itertools.islice(whole.layouts(), MOST_LAYOUTS))
-        for layout in random.Random(seed).sample(layouts, min(len(layouts), 12)):
+        draw = random.Random(seed)
+        for layout in draw.sample(layouts, min(len(layouts), 12)):
+            led = (replace(choice, lead=draw.randrange(4)) for choice in layout.choices)
+            layout = replace(layout, choices=tuple(led))
             plan = whole.plan(layout)
             if plan is not None:
                 with suppress(InvalidInputError):

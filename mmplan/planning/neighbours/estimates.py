@@ -317,20 +317,17 @@ class LayoutEstimates:
     def _ahead(self, layout: PlanLayout) -> list[int]:
         """Of each unit, micro-batches whose forwards come before its last stage's first backward.
 
-        At least: what its consumers have first, and its lead.
+        At least: what the first replica of a consumer has first, and its lead.
         """
         found, wanted = [1] * len(layout.choices), [0] * len(layout.choices)
         for index in reversed(range(len(found))):
             choice, total = layout.choices[index], self._space.modules[index][1].round_samples
-            at_once, before = choice.dp * choice.size, choice.pp - 1
-            found[index] = max(1, wanted[index] // at_once)
-            if choice.kind == "1f1b":
-                found[index] += choice.lead if wanted[index] else 0
-                first = (found[index] + choice.lead * before) * at_once
-            else:
-                first = total if choice.kind == "batch-sync" else at_once
+            if wanted[index]:
+                found[index] = -(-wanted[index] // (choice.dp * choice.size)) + choice.lead
+            first = found[index] + choice.lead * (choice.pp - 1) if choice.kind == "1f1b" else 1
+            until = total if choice.kind == "batch-sync" else (first - 1) * choice.dp + 1
             for producer in self._space.producers[index]:
-                wanted[producer] = max(wanted[producer], min(first, total))
+                wanted[producer] = max(wanted[producer], min(until * choice.size, total))
         return found
 
     def _bytes_of_group(self, units: tuple[tuple[int, UnitChoice, int, int], ...]) -> float:
