@@ -270,8 +270,7 @@ class LayoutChanges:
             yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
         if any(len(group) > 1 for group in layout.groups):
             yield from (replace(layout, rule=rule) for rule in get_args(OrderRule))
-        if len(self._request.tasks) > 1:
-            yield from (replace(layout, in_turn=x) for x in ((), tuple(self._request.tasks)))
+        yield from (replace(layout, in_turn=turns) for turns in self._other_turns(layout))
         ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
         for lead in range(1, _MOST_LEAD + 1):
             yield layout.with_choices({i: replace(layout.choices[i], lead=lead) for i in ahead})
@@ -280,6 +279,16 @@ class LayoutChanges:
             for lead in (choice.lead - 1, choice.lead + 1):
                 if 0 <= lead <= _MOST_LEAD:
                     yield layout.with_choices({index: replace(choice, lead=lead)})
+
+    def _other_turns(self, layout: PlanLayout) -> Iterator[tuple[str, ...]]:
+        """All tasks at once or in turn, in another order: sums of the last one's hide least."""
+        own = layout.in_turn or tuple(self._request.tasks)
+        if len(self._request.tasks) > 1:
+            yield from ((), own)
+        if layout.in_turn:
+            for first in range(len(own) - 1):
+                yield (*own[:first], own[first + 1], own[first], *own[first + 2 :])
+            yield own[::-1]
 
     def _cut_less(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """A lower ZeRO stage of all parameters, or of those of one module."""

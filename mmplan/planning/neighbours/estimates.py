@@ -184,7 +184,7 @@ class LayoutEstimates:
     def _turns_of(self, in_turn: tuple[str, ...]) -> tuple[list[set[int]], list[int]]:
         """The units of each turn, and of each unit the last turn that adds to its gradients."""
         tasks = [problem.task.name for _, problem, _ in self._space.modules]
-        names = [{name} for name in dict.fromkeys(tasks) if name in in_turn]
+        names = [{name} for name in in_turn]
         names += [rest] if (rest := set(tasks) - set(in_turn)) else []
         turns = [{index for index, task in enumerate(tasks) if task in own} for own in names]
         last = {self._owners[index]: number for number, own in enumerate(turns) for index in own}
