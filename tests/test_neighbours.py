@@ -156,6 +156,7 @@ class Enumeration:
             solver=NO_REPORT,
             units=units,
             losses=candidate_plans.placed_losses(self.request, units),
+            in_turn=layout.in_turn,
             predicted=Prediction(iteration_s=0, samples_per_s=0),
         )
 
@@ -279,6 +280,30 @@ def test_estimates_know_what_goes_between_nodes() -> None:
         busy_s = whole.estimates.busiest_s(layout)
         assert step_s > 3 * busy_s
         assert 0.5 * step_s < whole.estimates.estimate_s(layout) < 1.2 * step_s
+
+
+def test_the_order_of_tasks_in_turn_is_one_of_the_changes() -> None:
+    """A sum of gradients goes beside the computes of the tasks after it."""
+    losses = {
+        f"loss_{name}": {"factory": "mmplan.zoo.losses:mse", "inputs": [name, "y"]} for name in "ab"
+    }
+    tasks = {name: {"modules": [name], "losses": [f"loss_{name}"], "batch": 8} for name in "ab"}
+    job = workload({"a": {}, "b": {}}, batch=8, losses=losses, tasks=tasks)
+    slow = {"latency_s": 0.0, "bandwidth_bytes_per_s": 4.0}
+    costs = profile({"a": module_profile(parameters=40.0), "b": module_profile()}, 2, intra=slow)
+    whole = Enumeration(job, costs)
+    choice = UnitChoice(tp=1, pp=1, vpp=1, dp=2, size=1, kind="1f1b", lead=0)
+    layout = PlanLayout(choices=(choice,) * 2, groups=((0, 1),), zero=(0, 0), in_turn=("b", "a"))
+    changes = LayoutChanges(whole.space, whole.estimates)
+    other = replace(layout, in_turn=("a", "b"))
+    assert other in changes.tuned(layout)
+    steps: list[float] = []
+    for own in (other, layout):
+        plan = whole.plan(own)
+        assert plan is not None
+        steps.append(predict(plan, whole.costs).iteration_s)
+    assert steps[0] < 0.9 * steps[1]
+    assert whole.estimates.estimate_s(other) < whole.estimates.estimate_s(layout)
 
 
 def test_a_unit_whose_samples_are_cut_otherwise_runs_one_more_ahead() -> None:
