@@ -130,7 +130,7 @@ def solve(
         budget_s: seconds for searches that are not exact.
         patience_s: seconds of a quiet core for simulating plans beyond the first of each kind,
             counted in instructions; default three budgets; four times as many while none fits the
-            memory.
+            memory. ``auto`` changes plans with what is left, up to three budgets.
         trials: the least measured time among the best by simulation decides instead.
         steps: keeps the shortest steps that are simulated and fit the memory.
         progress: hears how many of how many searches and simulations are done.

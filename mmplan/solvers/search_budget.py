@@ -6,7 +6,8 @@ a disadvantage. So a search pays for its steps at the prices of a quiet core.
 
 from __future__ import annotations
 
-# Changes of the solvers' plans are simulated for at most this many search budgets.
+# Changes of the solvers' plans are simulated for this many search budgets, and for what simulating
+# the solvers' plans leaves of its patience.
 NEIGHBOUR_BUDGETS = 2.5
 
 

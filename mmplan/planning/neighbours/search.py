@@ -102,7 +102,9 @@ class NeighbourSearch:
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
-        self._evaluations, self._best_s = 0, math.inf
+        self._evaluations = 0
+        # The step of the best plan.
+        self._best_s = math.inf
         # No trial is begun for which too little is left.
         self._longest_s = trial_s
 
@@ -121,7 +123,7 @@ class NeighbourSearch:
         # Units whose changes left the best step as it was: it waits for others.
         slack: set[int] = set()
         while True:
-            is_over = not self._goes_on(best.plan, in_vain) or self._budget.left_s < eager_s
+            is_over = not self._goes_on(in_vain) or self._budget.left_s < eager_s
             if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
@@ -133,7 +135,7 @@ class NeighbourSearch:
                 self._heap.clear()
                 self._factors.clear()
                 self._push(self._eager(best_layout), best_layout, best.plan, best.start, math.inf)
-            if not self._heap or not self._goes_on(best.plan, in_vain):
+            if not self._heap or not self._goes_on(in_vain):
                 break
             expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
             learnt = self._factor(layout)
@@ -171,7 +173,7 @@ class NeighbourSearch:
             step_s = rounded(plan.predicted.iteration_s)
             if step_s == rounded(best_s):
                 slack |= changed
-            is_near = step_s <= _NEAR * best.plan.predicted.iteration_s
+            is_near = step_s <= _NEAR * self._best_s
             if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
                 self._expand(layout, plan, start)
         return replace(best, evaluations=self._evaluations)
@@ -230,8 +232,8 @@ class NeighbourSearch:
             self._expand(layout, start, start)
         return next((own for own, start in layouts.items() if start is starts[0]), None)
 
-    def _goes_on(self, best: Plan, in_vain: int) -> bool:
-        may_gain = best.predicted.iteration_s > self._least_s * _SAME
+    def _goes_on(self, in_vain: int) -> bool:
+        may_gain = self._best_s > self._least_s * _SAME
         return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
 
     def _needed(self, layout: PlanLayout) -> float:
@@ -344,16 +346,13 @@ class NeighbourSearch:
 def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
     """Units that run in another way, whatever their leads, or share devices with others."""
     pairs = enumerate(zip(layout.choices, other.choices, strict=True))
-    found = {i for i, (own, its) in pairs if own is not its and _alike(own) != _alike(its)}
-    if layout.groups != other.groups:
-        alike = set(layout.groups) & set(other.groups)
-        found |= {i for group in layout.groups if group not in alike for i in group}
-    return found
-
-
-def _alike(choice: UnitChoice) -> tuple[object, ...]:
-    """Equal for choices that differ in their leads alone."""
-    return (*_runs(choice), choice.offset)
+    found = {
+        i
+        for i, (own, its) in pairs
+        if own is not its and (own.offset, _runs(own)) != (its.offset, _runs(its))
+    }
+    kept = set(other.groups)
+    return found | {i for group in layout.groups if group not in kept for i in group}
 
 
 def _runs(choice: UnitChoice) -> tuple[object, ...]:
