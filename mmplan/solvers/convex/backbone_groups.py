@@ -9,6 +9,7 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,17 +135,28 @@ class Pipelines:
                         Group(
                             steps=frame.steps,
                             bound_s=float(bound),
-                            build=lambda frame=frame: [
-                                table.options for table in self.tables_of(frame)
+                            build=lambda below_s, frame=frame: [
+                                table.options for table in self.tables_of(frame, below_s=below_s)
                             ],
                         )
                     )
         return groups
 
-    def tables_of(self, frame: BackboneShape) -> list[Table]:
-        """The options of every module in a group, and what they mean."""
+    def tables_of(self, frame: BackboneShape, *, below_s: float = math.inf) -> list[Table]:
+        """The options of every module in a group, and what they mean.
+
+        Args:
+            frame: the group.
+            below_s: options that take as long by themselves are given as ones that fit nowhere.
+        """
         return [
-            own.table(*self.replicas(k, frame), steps=frame.steps, fewest=frame.fewest, most=most)
+            own.table(
+                *self.replicas(k, frame),
+                steps=frame.steps,
+                fewest=frame.fewest,
+                most=most,
+                below_s=below_s,
+            )
             for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
         ]
 

@@ -10,6 +10,7 @@ have devices enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -237,7 +238,16 @@ class ModuleTables:
         tp, shape, b = np.nonzero(devices <= most)
         return OptionRows(tp, shape, b, dp_B[b], devices[tp, shape, b])
 
-    def table(self, dp_B: Ints, size_B: Ints, *, steps: int, fewest: int, most: int) -> Table:
+    def table(
+        self,
+        dp_B: Ints,
+        size_B: Ints,
+        *,
+        steps: int,
+        fewest: int,
+        most: int,
+        below_s: float = math.inf,
+    ) -> Table:
         """All options with given replicas and micro-batches.
 
         Args:
@@ -246,18 +256,25 @@ class ModuleTables:
             steps: micro-batches of a step.
             fewest: of the replica that has the fewest.
             most: devices that an option may take.
+            below_s: an option that takes as long by itself is said to fit nowhere: its bytes
+                take longer to work out than its seconds.
         """
         shapes, rows = self.shapes, self.rows(dp_B, most)
         stage, warm = self.times(rows, size_B, steps, dp_B=dp_B)
+        reduce = self.reduce_s(rows, size_B)
         depth = shapes.depth(self._group(np.array(steps), fewest))
+        fast = (warm + (steps - 1) * stage + reduce) * (1 - ROUNDING) < below_s
+        depth_limit = np.full(len(rows.dp), -1, dtype=np.int64)
+        fast_rows = OptionRows(*(column[fast] for column in rows))
+        depth_limit[fast] = self.depth_limit(fast_rows, size_B, steps, fewest)
         return Table(
             options=Options(
                 devices=rows.devices,
                 warm_s=warm,
                 stage_s=stage,
-                reduce_s=self.reduce_s(rows, size_B),
+                reduce_s=reduce,
                 depth=depth[rows.shape],
-                depth_limit=self.depth_limit(rows, size_B, steps, fewest),
+                depth_limit=depth_limit,
             ),
             tp=rows.tp,
             shape=rows.shape,
