@@ -19,7 +19,7 @@ and T all its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,31 @@ from mmplan.zoo.towers import attend, parts_tp_plan, split_heads
 
 Features = Tensor | Ragged | None
 Text = Tensor | Ragged
+
+
+class _Rotary(torch.autograd.Function):
+    """Queries and keys turned by the angles of their positions.
+
+    Positions alone are kept and backward works the angles out again: each block would keep
+    those of all tokens on every rank, also where other rows are cut along the sequence.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, position_T: Tensor, theta: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(position_T)
+        ctx.theta = theta
+        cos_TD, sin_TD = rotary(position_T, q_BHTD.shape[-1], theta, like=q_BHTD)
+        return rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (position_T,) = ctx.saved_tensors
+        like = gradients[0]
+        cos_TD, sin_TD = rotary(position_T, like.shape[-1], ctx.theta, like=like)
+        # The gradient turns the other way.
+        return *(rotate(each, cos_TD, -sin_TD) for each in gradients), None, None
 
 
 class GroupedAttention(nn.Module):
@@ -62,8 +87,7 @@ class GroupedAttention(nn.Module):
         """
         parts = (self.query, self.key, self.value)
         q, k, v = (split_heads(part(x_BTW), self.head_dim) for part in parts)
-        cos_TD, sin_TD = rotary(positions(x_BTW, lengths), self.head_dim, self.theta, like=q)
-        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+        q, k = cast(Any, _Rotary).apply(q, k, positions(x_BTW, lengths), self.theta)
         if lengths is not None:
             return self.out(attend_samples(q, k, v, lengths).transpose(1, 2).flatten(2))
         return self.out(attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
