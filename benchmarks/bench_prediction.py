@@ -6,7 +6,8 @@
 Plans come from a profile of this machine's processes. Machines get faster and slower while
 others use them too, so a round profiles anew, predicts every plan under that profile and runs
 it right after; what is told is the median over the rounds of predicted over measured. Memory
-is measured in a run of its own, with a malloc that keeps nothing for later.
+is measured in a run of its own, with a malloc that keeps nothing for later; with --rounds 0 it
+alone is.
 
 A profile counts the processor's time. On a virtual machine a run also waits while the host gives a
 core to others ("steal"): the share of the core that lost most is told, and the error without it.
@@ -27,7 +28,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from agreement import EXPLAINED, Entry, does_the_same, errors, plans_table, ranking_table
+from agreement import (
+    EXPLAINED,
+    Entry,
+    does_the_same,
+    errors,
+    memory_table,
+    plans_table,
+    ranking_table,
+)
 from page import conditions, write_section
 from planning import planned, profiled_file, workload_path
 
@@ -148,8 +157,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--solvers", default=systems)
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.steps < 1:
-        parser.error("one round and one step at least")
+    if options.rounds < 0 or options.steps < 1:
+        parser.error("no round or more, and one step at least")
     return options
 
 
@@ -159,15 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
         names = options.workloads.split(",")
         found = [entry for name in names for entry in entries(name, options, Path(folder))]
-    tables = [plans_table(found), ranking_table(found), errors("Measured", found), EXPLAINED]
-    text, where = "\n\n".join(tables), conditions(load_before)
-    print(f"{text}\n\n{where}")
-    if options.write_docs:
-        command = (
-            f"`python benchmarks/bench_prediction.py --devices {options.devices} --rounds "
+    where = conditions(load_before)
+    command = f"`python benchmarks/bench_prediction.py --devices {options.devices} --rounds "
+    sections = {"memory": (f"{command}0 --workloads {options.workloads}`", memory_table(found))}
+    if options.rounds:
+        tables = [plans_table(found), ranking_table(found), errors("Measured", found), EXPLAINED]
+        command += (
             f"{options.rounds} --seconds {options.seconds:g} --workloads {options.workloads}`"
         )
-        write_section("prediction", f"{command}. {where}\n\n{text}")
+        sections = {"prediction": (command, "\n\n".join(tables)), **sections}
+    for name, (how, text) in sections.items():
+        print(f"{text}\n\n{where}\n")
+        if options.write_docs:
+            write_section(name, f"{how}. {where}\n\n{text}")
 
 
 if __name__ == "__main__":

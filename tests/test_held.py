@@ -142,6 +142,16 @@ def test_a_sum_copies_gradients_and_of_zero_leaves_a_slice(
     assert full.after_bytes == fixed + left
 
 
+def test_a_sum_inside_a_backward_copies_when_its_gradients_are_there() -> None:
+    # Four samples on each replica: 200 of activations a block are gone when the last of 160
+    # bytes of gradient comes, which make one bucket.
+    plan = make_plan(unit("v", dp=2, blocks=4), losses=[loss("l", "v")], batch=8)
+    held = held_bytes(plan, given_profile(40, 4, known=True))
+    assert held.peak(0) == MemoryUse(
+        fixed=480, gradients=0, activations=800, workspace=32, buffers=0
+    )
+
+
 def test_a_forward_without_a_backward_holds_what_passes_only() -> None:
     plan = make_plan(
         unit("v", blocks=2, k=2, frozen=True),

@@ -250,19 +250,18 @@ def _vision(*, blocks: int, width: int, side: int, batch: int, rows: bool) -> Wo
 
 @pytest.mark.slow
 def test_activations_of_a_7b_model_fall_with_the_degree() -> None:
-    """Of whole blocks: a head's input is whole on each rank."""
+    """To a quarter from tp 2 to 8, but for the tokens' positions, which every rank has."""
     spec = TextCase(length=4096).workload().model_dump(exclude_none=True, mode="json")
     llm = {"blocks": 32, "width": 4096, "heads": 32, "vocab": 32000}
     spec["modules"]["llm"]["args"] = llm
     spec["train"]["precision"] = "bf16"
     workload = Workload.model_validate(spec)
     flow = TaskFlow(workload, HERE, resolve_tasks(workload)["default"])
-    kept = {tp: flow.count_module("llm", tp=tp, samples=8) for tp in (1, 2, 8)}
-    of_blocks = {tp: sum(b.saved_bytes for b in blocks[:-1]) for tp, blocks in kept.items()}
-    assert of_blocks[2] == pytest.approx(of_blocks[1] / 2, rel=0.01)
-    assert of_blocks[8] == pytest.approx(of_blocks[2] / 4, rel=0.01)
-    of_all = {tp: sum(b.saved_bytes for b in blocks) for tp, blocks in kept.items()}
-    assert of_all[8] < 0.26 * of_all[2]
+    for samples in (1, 8):
+        kept = {tp: flow.count_module("llm", tp=tp, samples=samples) for tp in (1, 2, 8)}
+        of_all = {tp: sum(b.saved_bytes for b in blocks) for tp, blocks in kept.items()}
+        assert of_all[2] == pytest.approx(of_all[1] / 2, rel=0.01)
+        assert of_all[8] < 0.2501 * of_all[2]
 
 
 @pytest.mark.parametrize("made", [False, True])

@@ -18,11 +18,13 @@ communicators. A run differs from that number in both directions:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 from mmplan.costs.fit import fit_curve
 from mmplan.costs.program_costs import (
@@ -33,7 +35,7 @@ from mmplan.costs.program_costs import (
     passed_blocks,
 )
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
-from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
+from mmplan.program.model import BlockReduction, CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.reduction_starts import is_cut
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.program.sent_messages import MessagesUnderWay
@@ -271,18 +273,22 @@ class _Walk:
             self._give_gradient(stage, item.mb, stop - start)
         if self._last[item.stage, item.mb] == position:
             self._release(stage, item.mb, sizes, position)
-        return self._with_starts(during)
+        return during
 
-    def _with_starts(self, during: MemoryUse) -> MemoryUse:
-        """The peak of a compute inside which reductions start: one bucket is copied at a time."""
-        if not self._starting:
-            return during
-        sums, self._starting = [self._sum_bytes(index) for index in self._starting], []
-        # Of sums that are cut a bucket is under way while the gradients of the next one come.
-        slices = sum(own for _, own in sums)
-        self._buffers += slices
-        copied = max(bucket for bucket, _ in sums)
-        return replace(during, buffers=during.buffers + slices + copied)
+    def _starts(self) -> list[_Start]:
+        """The reductions that start inside the next compute."""
+        starts, self._starting = list(map(self._start, self._starting)), []
+        return starts
+
+    def _start(self, index: int) -> _Start:
+        reduction = self._program.reductions[index]
+        if not isinstance(reduction, BlockReduction):
+            raise AssertionError(f"sum {index} starts, and is not of blocks")
+        (first, end), size = reduction.blocks, self._costs.reduced_bytes(reduction)
+        copied, own = self._sum_bytes(index)
+        # Blocks as if alike: how many have the first bucket's gradients.
+        filled = math.ceil((end - first) * min(1.0, BUCKET_BYTES / size)) if size else 1
+        return _Start(block=end - filled, copied=copied, own=own)
 
     def _sum_bytes(self, index: int) -> tuple[float, float]:
         """Bytes of the copies of a bucket of a reduction, and of this rank's slice of its sum."""
@@ -307,15 +313,22 @@ class _Walk:
         peak = self.now(workspace=sizes.backward)
         if item.op is Op.INPUT:
             return peak
-        new = self._new_gradients(stage)
+        new, starts = self._new_gradients(stage), self._starts()
         freed = allocated = 0.0
         for block in range(stage.blocks[1] - 1, sizes.first - 1, -1):
-            within = self.now(workspace=sizes.backward, freed=freed, new_gradients=allocated)
+            within = self.now(
+                workspace=sizes.backward,
+                freed=freed,
+                new_gradients=allocated,
+                buffers=_summing(start for start in starts if start.block > block),
+            )
             peak = max(peak, within, key=attrgetter("total"))
             freed += sizes.activations[block - sizes.first]
             allocated += new.get(block, 0.0)
         self._gradients += sum(new.values())
-        return max(peak, self.now(freed=freed), key=attrgetter("total"))
+        end = self.now(freed=freed, buffers=_summing(starts))
+        self._buffers += sum(start.own for start in starts)
+        return max(peak, end, key=attrgetter("total"))
 
     def _new_gradients(self, stage: Stage) -> dict[int, float]:
         """Blocks that have no gradient yet, to the bytes of that gradient."""
@@ -417,6 +430,28 @@ class _Walk:
             size = self._costs.reduced_bytes(self._program.reductions[item.index])
             self._gradients -= size - own
         return during
+
+
+class _Start(NamedTuple):
+    """A reduction that starts inside a backward.
+
+    Attributes:
+        block: with whose gradients its first bucket is full.
+        copied: bytes of a bucket's copies.
+        own: of this rank's slice of its sum.
+    """
+
+    block: int
+    copied: float
+    own: float
+
+
+def _summing(starts: Iterable[_Start]) -> float:
+    """Bytes of sums that have started: all slices, and one bucket, since others are over."""
+    # Of sums that are cut a bucket is under way while the gradients of the next one come.
+    begun = [*starts]
+    copied = max((start.copied for start in begun), default=0.0)
+    return copied + sum(start.own for start in begun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
