@@ -9,13 +9,17 @@ import numpy as np
 from mmplan.arrays import Floats, Indices
 from mmplan.solvers.problem import Problem
 
+# Seconds this close are the same.
+ROUNDING = 1e-9
+
 
 # Equal modules of several tasks, solvers and degrees need the same cuts.
 @lru_cache(maxsize=64)
 def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, int], ...]]:
     """Blocks cut into 1, 2, ... ``most`` consecutive stages with the least maximum of work.
 
-    One recurrence for all numbers of stages, O(most * L^2) in numpy.
+    One recurrence for all numbers of stages, O(most * L^2) in numpy. Of cuts with the same maximum
+    the last stages have most blocks: the first ones hold more micro-batches.
     """
     count = len(work)
     total = np.concatenate([[0.0], np.cumsum(work)])
@@ -26,8 +30,9 @@ def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, 
     cuts: list[tuple[tuple[int, int], ...]] = [((0, count),)]
     for stages in range(2, most + 1):
         largest = np.maximum(best[:, None], between)
-        starts.append(largest.argmin(axis=0))
         best = largest.min(axis=0)
+        # The first start that is as good: sums of equal work differ in their last digits.
+        starts.append((largest <= best * (1 + ROUNDING)).argmax(axis=0))
         ends = [count]
         for row in reversed(starts):
             ends.append(int(row[ends[-1]]))
