@@ -473,6 +473,14 @@ def test_cuts_are_optimal(work: list[int], data: st.DataObject) -> None:
     assert max(sum(work[a:b]) for a, b in got) == best
 
 
+def test_the_last_digits_of_seconds_cut_no_blocks() -> None:
+    # The first stages hold most micro-batches, so the last ones have the third block.
+    work = tuple(0.1 * (1 + 1e-13 * (7 * block % 5)) for block in range(16))
+    for seconds in ((0.1,) * 16, work, work[::-1]):
+        cuts = cut_everywhere(seconds, 6)[5]
+        assert [b - a for a, b in cuts] == [2, 2, 3, 3, 3, 3]
+
+
 @given(st.integers(1, 200), st.integers(1, 40))
 def test_shares_and_cuts_hold_every_sample(share: int, parts: int) -> None:
     if parts <= share:
