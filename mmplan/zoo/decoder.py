@@ -56,8 +56,8 @@ class _Rotary(torch.autograd.Function):
         (position_T,) = ctx.saved_tensors
         like = gradients[0]
         cos_TD, sin_TD = rotary(position_T, like.shape[-1], ctx.theta, like=like)
-        # The gradient turns the other way.
-        return *(rotate(each, cos_TD, -sin_TD) for each in gradients), None, None
+        turned = (rotate(each, cos_TD, sin_TD, back=True) for each in gradients)
+        return *turned, None, None
 
 
 class GroupedAttention(nn.Module):
@@ -310,15 +310,16 @@ def rotary(
 
     Source: RoFormer, arXiv:2104.09864, in Llama's layout (halves, not pairs).
     """
-    exponent = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    angle = torch.outer(position_T.float(), theta**-exponent).repeat(1, 2)
+    step = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
+    angle = (position_T[:, None] * theta ** (step * (-1 / head_dim))).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn channel i with channel i + D/2 by the position's angle."""
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False) -> Tensor:
+    """Turn channel i with channel i + D/2 by the position's angle; or back, as gradients go."""
     low, high = x_BHTD.chunk(2, dim=-1)
-    return x_BHTD * cos_TD + torch.cat([-high, low], dim=-1) * sin_TD
+    turned = torch.cat([high, -low] if back else [-high, low], dim=-1)
+    return x_BHTD * cos_TD + turned * sin_TD
 
 
 def splice(
