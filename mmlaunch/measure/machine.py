@@ -259,7 +259,7 @@ class GroupComm(RowExchange):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce_large(self, tensor: Tensor) -> None:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         dist.all_reduce(tensor, group=self._group)
 

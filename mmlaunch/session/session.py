@@ -94,7 +94,7 @@ class _GroupSum(RowExchange):
         super().__init__(ranks.index(transport.rank), len(ranks))
         self._transport, self._ranks = transport, ranks
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce_large(self, tensor: Tensor) -> None:
         """See :class:`mmlaunch.comm.row_exchange.RowExchange`."""
         self._transport.all_reduce(tensor, self._ranks)
 
