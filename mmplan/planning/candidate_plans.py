@@ -145,13 +145,13 @@ class CandidatePlans:
         self.effort += INSTRUCTIONS_PER_PLAN + computes
         if INSTRUCTIONS_PER_COMPUTE * computes > most:
             return plan, 0.0
-        needed = memory_lower_bound(plan, self.request.costs, lowered)
-        if needed > self.memory_bytes:
-            return plan, needed
         if limit_s < math.inf:
             least_s = least_step_s(plan, self.request.costs, lowered, as_planned=True)
             if least_s > limit_s:
-                return plan, needed
+                return plan, 0.0
+        needed = memory_lower_bound(plan, self.request.costs, lowered)
+        if needed > self.memory_bytes:
+            return plan, needed
         plan = self.simulated(plan, lowered)
         return plan, peak_bytes(plan.predicted)
 

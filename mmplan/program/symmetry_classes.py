@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -56,19 +57,24 @@ class Quotient:
     merges_tp: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoweredPlan:
     """The input of a simulation.
 
     Attributes:
+        plan: the plan.
         graph: of the whole plan.
         quotient: None where it would be the whole plan.
-        orders: of the stages of ``simulated_graph``.
     """
 
+    plan: Plan
     graph: Graph
     quotient: Quotient | None
-    orders: Orders
+
+    @cached_property
+    def orders(self) -> Orders:
+        """Of the stages of ``simulated_graph``; they take longer to find than the rest."""
+        return order_stages(self.plan, self.simulated_graph)
 
     @property
     def simulated_graph(self) -> Graph:
@@ -77,7 +83,7 @@ class LoweredPlan:
 
 
 def lower_plan(plan: Plan, graph: Graph | None = None) -> LoweredPlan:
-    """Lower a plan, take its quotient and order the stages of that.
+    """Lower a plan and take its quotient.
 
     Args:
         plan: the plan.
@@ -87,9 +93,7 @@ def lower_plan(plan: Plan, graph: Graph | None = None) -> LoweredPlan:
         InvalidInputError: see :func:`mmplan.program.lower.lower`.
     """
     graph = lower(plan) if graph is None else graph
-    quotient = find_quotient(plan, graph)
-    orders = order_stages(plan, graph if quotient is None else quotient.graph)
-    return LoweredPlan(graph=graph, quotient=quotient, orders=orders)
+    return LoweredPlan(plan=plan, graph=graph, quotient=find_quotient(plan, graph))
 
 
 def alike_components(plan: Plan, graph: Graph) -> list[list[Component]]:

@@ -239,12 +239,11 @@ class ModuleCosts:
             tp, dp: of the stages.
             in_rounds: whether gradients are summed after each micro-batch.
         """
-        numbers, place = np.unique(dp, return_inverse=True)
-        place = place.reshape(np.shape(dp))
+        numbers = np.asarray(dp)
 
         def of_each(gathers: bool) -> Floats:
-            found = [self._trained_bytes(n, in_rounds, gathers) for n in numbers.tolist()]
-            return np.array(found)[place]
+            found = [self._trained_bytes(n, in_rounds, gathers) for n in numbers.ravel().tolist()]
+            return np.array(found).reshape(numbers.shape)
 
         of_trained = of_each(False)
         if in_rounds:

@@ -5,8 +5,6 @@ Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-ba
 
 from __future__ import annotations
 
-from copy import copy
-
 import numpy as np
 
 from mmplan.arrays import Floats, Indices, Ints
@@ -123,12 +121,6 @@ class StageBytes:
         self._costs, self._rounds = problem.module_costs(module), problem.rounds
         self._each = problem.request.cluster.device.communicator_bytes
         self._columns = np.moveaxis(rows, -1, 0)[..., None]
-
-    def taken(self, shape: Ints) -> StageBytes:
-        """Of some of the first axis of ``rows``, in that order."""
-        found = copy(self)
-        found._columns = self._columns[:, shape]
-        return found
 
     def fixed_bytes(self, tp: int | Ints, dp: Ints, *, in_rounds: bool = False) -> Floats:
         """Parameters and communicators (:meth:`ModuleCosts.parameter_bytes`)."""

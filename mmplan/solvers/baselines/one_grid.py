@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from mmplan.wording import counted, missing, size
 LARGEST_MICROBATCH = 64
 # Numbers of pipeline positions up to this are all tried.
 ALL_DEPTHS = 16
+IntT = TypeVar("IntT", int, Ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,9 @@ class OneGrid:
         found = (
             self._split(dp, *own) for dp in replicas for own in self._limits(-(-samples // dp))
         )
+        pins = [self.problem.request.workload.modules[module].plan for module in self.layout.places]
+        if all(own.dp is None and own.microbatch is None for own in pins):
+            return list(found)
         return [split for split in found if self._allowed(split)]
 
     def counts(self, *, every: bool = False) -> Iterable[int]:
@@ -189,19 +194,13 @@ class OneGrid:
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
         samples = self.problem.round_samples
-        largest = -(-samples // dp)
-        sizes = [
-            cut(share, limit, pinned=pinned, largest_share=largest)
-            for share in {largest: None, samples // dp: None}
-        ]
-        # The last micro-batch is the smallest.
-        least = min(own[-1] for own in sizes)
+        count, size, least = _cut_shares(-(-samples // dp), samples // dp, limit, pinned)
         return Split(
             dp=dp,
             limit=limit,
             pinned=pinned,
-            count=len(sizes[0]),
-            size=sizes[0][0],
+            count=count,
+            size=size,
             inner_dp=min(self.layout.tp, least) if self._any_replicated else 1,
         )
 
@@ -218,28 +217,27 @@ class OneGrid:
 
     def compute_s(self, splits: Sequence[Split]) -> Floats:
         """[B] the formula without reductions and syncs, of every split."""
+        columns = _columns(splits)
         busy, end = np.zeros((self.layout.positions, len(splits))), dict[str, Floats]()
         for module, own in self._modules.items():
-            dp, size = _replicas(own, splits), _sizes(own, splits)
+            dp, size = _replicas(own, columns), _sizes(own, columns)
             each = own.costs.seconds(own.tp, size, dp)
-            stage_s = own.stages.shares @ sum(each) + self._gathers_s(own, splits)
+            stage_s = own.stages.shares @ sum(each) + self._gathers_s(own, columns)
             busy[own.positions] += stage_s
             producers = self.problem.producers(module)
-            reached = [end[p] + self._between_s(p, module, splits) for p in producers]
+            reached = [end[p] + self._between_s(p, module, columns) for p in producers]
             inside_s = stage_s.sum(axis=0) + self._inside_s(module, size)
             end[module] = np.maximum.reduce([np.zeros(len(splits)), *reached]) + inside_s
         interval_s = busy.max(axis=0)
         fill_s = np.maximum.reduce([interval_s, *end.values()])
-        count = np.array([split.count for split in splits])
-        return fill_s + (self.problem.rounds * count - 1) * interval_s
+        return fill_s + (self.problem.rounds * columns.count - 1) * interval_s
 
-    def _gathers_s(self, own: _ModuleStages, splits: Sequence[Split]) -> Floats | float:
+    def _gathers_s(self, own: _ModuleStages, columns: _Columns) -> Floats | float:
         """[C, B] until ranks that share out items have all of each stage's output."""
         if not own.grid.items:
             return 0.0
         first_s, per_byte_s = self.problem.costs.gather_line(own.grid.items)
-        size = np.array([split.size for split in splits])
-        return first_s + per_byte_s * own.stages.cut_bytes[:, None] * size
+        return first_s + per_byte_s * own.stages.cut_bytes[:, None] * columns.size
 
     def step_s(self, split: Split) -> float:
         """The formula, T."""
@@ -272,12 +270,12 @@ class OneGrid:
             total_s = total_s + self._message_s(here, (here[0] + 1, own.tp), num_bytes, back)
         return total_s
 
-    def _between_s(self, producer: str, consumer: str, splits: Sequence[Split]) -> Floats:
+    def _between_s(self, producer: str, consumer: str, columns: _Columns) -> Floats:
         source, target = self._modules[producer], self._modules[consumer]
         return self._message_s(
             (source.positions.stop - 1, source.tp),
             (target.positions.start, target.tp),
-            _sizes(source, splits) * source.stages.cut_bytes[-1],
+            _sizes(source, columns) * source.stages.cut_bytes[-1],
             self.problem.makes_gradient(producer),
         )
 
@@ -327,12 +325,13 @@ class OneGrid:
 
     def active_bytes(self, splits: Sequence[Split]) -> Floats:
         """[positions, B] activations and messages."""
-        total = np.zeros((self.layout.positions, len(splits)))
-        count = np.array([split.count for split in splits])
+        total, columns = np.zeros((self.layout.positions, len(splits))), _columns(splits)
         kind, lead = self.schedule.kind, self.schedule.lead
         for own in self._modules.values():
-            size, later = _sizes(own, splits), lead * own.later
-            active = own.bytes.active_bytes(own.tp, size, count, kind, lead=lead, later=later)
+            size, later = _sizes(own, columns), lead * own.later
+            active = own.bytes.active_bytes(
+                own.tp, size, columns.count, kind, lead=lead, later=later
+            )
             total[own.positions] += active
         return total
 
@@ -351,16 +350,16 @@ class OneGrid:
 
     def _fixed_bytes(self, splits: Sequence[Split]) -> Floats:
         """[positions, B] parameters and communicators."""
+        fixed, columns = np.zeros((self.layout.positions, len(splits))), _columns(splits)
         each = self.problem.request.cluster.device.communicator_bytes
-        keys = [(min(split.dp, 2), split.inner_dp) for split in splits]
-        names = {key: self.communicators(*key) if each else {} for key in {*keys}}
-        fixed = np.array(
-            [[each * len(names[k].get(p, ())) for k in keys] for p in range(self.layout.positions)],
-            dtype=np.float64,
-        )
+        if each:
+            keys = [(min(split.dp, 2), split.inner_dp) for split in splits]
+            names = {key: self.communicators(*key) for key in {*keys}}
+            for p in range(self.layout.positions):
+                fixed[p] = [each * len(names[key].get(p, ())) for key in keys]
         in_rounds = self.problem.sums_in_rounds and not self._any_replicated
         for module, own in self._modules.items():
-            dp = _replicas(own, splits)
+            dp = _replicas(own, columns)
             fixed[own.positions] += own.bytes.fixed_bytes(own.tp, dp, in_rounds=in_rounds)
             if in_rounds and own.tp == 1:
                 whole = [self.problem.gathered_bytes(module, cut) for cut in own.grid.cuts]
@@ -436,24 +435,46 @@ class OneGrid:
         )
 
 
-def _replicas(own: _ModuleStages, splits: Sequence[Split]) -> Ints:
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """[B] of splits; see :class:`Split`."""
+
+    dp: Ints
+    count: Ints
+    size: Ints
+    inner_dp: Ints
+
+
+def _columns(splits: Sequence[Split]) -> _Columns:
+    rows = [(split.dp, split.count, split.size, split.inner_dp) for split in splits]
+    return _Columns(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+
+
+@cache
+def _cut_shares(largest: int, least: int, limit: int, pinned: bool) -> tuple[int, int, int]:
+    """Of the largest share the micro-batches and their largest; of both the smallest one."""
+    shares = dict.fromkeys((largest, least))
+    sizes = [cut(share, limit, pinned=pinned, largest_share=largest) for share in shares]
+    # The last micro-batch is the smallest.
+    return len(sizes[0]), sizes[0][0], min(own[-1] for own in sizes)
+
+
+def _replicas(own: _ModuleStages, columns: _Columns) -> Ints:
     """[B] of a module."""
-    return np.array([split.dp * _inner_dp(own.grid, split.inner_dp) for split in splits])
+    return columns.dp * _inner_dp(own.grid, columns.inner_dp)
 
 
-def _sizes(own: _ModuleStages, splits: Sequence[Split]) -> Ints | Floats:
-    """[B] samples of a module's largest micro-batch."""
-    return np.array([_own(own.grid, split.size, split.inner_dp) for split in splits])
+def _sizes(own: _ModuleStages, columns: _Columns) -> Ints | Floats:
+    """[B] samples of a module's largest micro-batch on a rank."""
+    items = own.grid.items
+    return (
+        columns.size / items if items else -(-columns.size // _inner_dp(own.grid, columns.inner_dp))
+    )
 
 
-def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
+def _inner_dp(place: ModuleGrid, inner_dp: IntT) -> IntT | int:
     """Copies of a module in one replica of the grid."""
     return place.items or (inner_dp if place.replicated else 1)
-
-
-def _own(place: ModuleGrid, size: int, inner_dp: int) -> float:
-    """Samples of the module's largest micro-batch on a rank."""
-    return size / place.items if place.items else -(-size // _inner_dp(place, inner_dp))
 
 
 def colocated_layouts(problem: Problem) -> Iterator[Layout]:

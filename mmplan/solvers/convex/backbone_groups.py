@@ -9,7 +9,6 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
 from mmplan.solvers.convex.branch_and_bound import Group, longest_after
-from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, OptionRows, Table
+from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, Table, at_rows
 from mmplan.solvers.pareto import lower_hull
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
@@ -135,27 +134,21 @@ class Pipelines:
                         Group(
                             steps=frame.steps,
                             bound_s=float(bound),
-                            build=lambda below_s, frame=frame: [
-                                table.options for table in self.tables_of(frame, below_s=below_s)
+                            build=lambda frame=frame: [
+                                table.options for table in self.tables_of(frame)
                             ],
                         )
                     )
         return groups
 
-    def tables_of(self, frame: BackboneShape, *, below_s: float = math.inf) -> list[Table]:
-        """The options of every module in a group, and what they mean.
-
-        Args:
-            frame: the group.
-            below_s: options that take as long by themselves are given as ones that fit nowhere.
-        """
+    def tables_of(self, frame: BackboneShape) -> list[Table]:
+        """The options of every module in a group, and what they mean."""
         return [
             own.table(
                 *self.replicas(k, frame),
                 steps=frame.steps,
                 fewest=frame.fewest,
                 most=most,
-                below_s=below_s,
             )
             for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
         ]
@@ -266,9 +259,8 @@ class _Bounds:
         fewest_G = np.array([frame.fewest for frame in frames])
         size = np.array([frames[0].microbatch])
         rows = own.rows(dp_G, min(devices - self._fewest, self._pipelines.most[self._k]))
-        depth_limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
-        fits = depth_limit >= self._after[self._k]
-        rows = OptionRows(*(column[fits] for column in rows))
+        depth_limit = own.depth_limit(dp_G, size, steps_G, fewest_G)
+        rows = rows.where(at_rows(depth_limit, rows) >= self._after[self._k])
         # A module alone may take them all.
         steps, left = steps_G[rows.b], np.maximum(devices - rows.devices, 1)
         stage, warm = own.times(rows, size, steps)
@@ -290,15 +282,12 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _may_be_followed(
-    own: ModuleTables, rows: OptionRows, size_B: Ints, after: int
-) -> NDArray[np.bool_]:
-    """[R]: whether so many stages may follow.
+def _may_be_followed(own: ModuleTables, size_B: Ints, after: int) -> NDArray[np.bool_]:
+    """[T, Q, B]: whether so many stages may follow.
 
     That is with one micro-batch, and with the replicas that need least memory.
     """
-    many = rows._replace(dp=np.full_like(rows.dp, MANY))
-    limits = (own.depth_limit(each, size_B, 1) for each in (rows, many))
+    limits = (own.depth_limit(np.full_like(size_B, dp), size_B, 1) for dp in (1, MANY))
     return np.maximum(*limits) >= after
 
 
@@ -312,7 +301,8 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     rows = own.rows(np.ones_like(size_B), UNLIMITED)
     stage, warm = own.times(rows, size_B)
     work = rows.devices * stage / last_B[rows.b]
-    fits = _may_be_followed(own, rows, size_B, after) & (own.shapes.vpp[rows.shape] == 1)
+    fits = at_rows(_may_be_followed(own, size_B, after), rows)
+    fits &= own.shapes.vpp[rows.shape] == 1
     return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
@@ -320,5 +310,5 @@ def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
     one = np.ones(1, dtype=np.int64)
     rows = own.rows(one, UNLIMITED)
-    fits = _may_be_followed(own, rows, one, after)
+    fits = at_rows(_may_be_followed(own, one, after), rows)
     return int(rows.devices[fits].min(initial=UNLIMITED))

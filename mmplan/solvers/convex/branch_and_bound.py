@@ -74,14 +74,12 @@ class Group:
     Attributes:
         steps: micro-batches of the step, l.
         bound_s: no plan of the group is better.
-        build: the options of every module, given seconds that plans must stay below: an option
-            that takes as long by itself may be given as one that fits nowhere. Called only when
-            the bound asks for it.
+        build: the options of every module.
     """
 
     steps: int
     bound_s: float
-    build: Callable[[float], Sequence[Options]]
+    build: Callable[[], Sequence[Options]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -213,7 +211,7 @@ class _GroupSearch:
     def __init__(self, group: Group, index: int, edges: Edges, devices: int, best: _Best) -> None:
         self._steps, self._index, self._best = group.steps, index, best
         self._edges, self._devices = edges, devices
-        self._options = list(group.build(best.limit_s))
+        self._options = list(group.build())
         self._rows = [np.flatnonzero(own.depth_limit >= 0) for own in self._options]
         self._kept: list[Options] = []
 

@@ -4,20 +4,20 @@ Everything about a stage is a sum over its blocks, times curves over the micro-b
 that do not know the blocks.
 
 Shape suffixes: L = blocks, T = tp degrees, Q = shapes (pp, vpp), S = stages of a shape that can be
-its slowest or fullest, B = (dp, micro-batch size), R = options: those of T, Q and B together that
-have devices enough.
+its slowest, K = stages of all shapes that can be the fullest, B = (dp, micro-batch size),
+R = options: those of T, Q and B together that have devices enough.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mmplan.arrays import Floats, Ints
+from mmplan.arrays import Floats, Ints, NumberT
 from mmplan.program.schedules.interleaved_1f1b import largest_group
 from mmplan.solvers.convex.branch_and_bound import Options
 from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
@@ -52,7 +52,9 @@ class Shapes:
         cuts: the chunks of each shape.
         seconds: [Q, S, 8], columns above; the last stages repeat where there are fewer.
         total: [Q, 8], the same, summed over all stages.
-        bytes: [Q, S, 19], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1.
+        bytes: [K, 19], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1: the stages of each
+            shape that can be its fullest, one shape after the other.
+        first: [Q], row of ``bytes`` where those of a shape begin.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
         feeds: whether other modules take the module's output.
     """
@@ -63,6 +65,7 @@ class Shapes:
     seconds: Floats
     total: Floats
     bytes: Floats
+    first: Ints
     gradient_bytes: Floats
     feeds: bool
 
@@ -89,13 +92,15 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         seconds.append(summed_by_position(columns, pp))
     rows = [stage_rows(problem, module, own, pp) for own, (pp, _) in zip(cuts, shapes, strict=True)]
     numbers = np.array([own[:, TRAINED_NUMBERS].max() for own in rows])
+    fullest = [own[largest_rows(own)] for own in rows]
     return Shapes(
         pp=np.array([pp for pp, _ in shapes], dtype=np.int64),
         vpp=np.array([vpp for _, vpp in shapes], dtype=np.int64),
         cuts=tuple(cuts),
         seconds=_padded([own[largest_rows(own)] for own in seconds]),
         total=np.array([own.sum(axis=0) for own in seconds]),
-        bytes=_padded([own[largest_rows(own)] for own in rows]),
+        bytes=np.concatenate(fullest),
+        first=np.cumsum([0, *map(len, fullest[:-1])]),
         gradient_bytes=numbers * problem.module_costs(module).gradient_bytes,
         feeds=bool(problem.consumers(module)),
     )
@@ -170,6 +175,10 @@ class OptionRows(NamedTuple):
     b: Ints
     dp: Ints
     devices: Ints
+
+    def where(self, kept: NDArray[np.bool_]) -> OptionRows:
+        """Some of them."""
+        return OptionRows(*(column[kept] for column in self))
 
 
 class _SizeCosts(NamedTuple):
@@ -246,7 +255,6 @@ class ModuleTables:
         steps: int,
         fewest: int,
         most: int,
-        below_s: float = math.inf,
     ) -> Table:
         """All options with given replicas and micro-batches.
 
@@ -256,17 +264,12 @@ class ModuleTables:
             steps: micro-batches of a step.
             fewest: of the replica that has the fewest.
             most: devices that an option may take.
-            below_s: an option that takes as long by itself is said to fit nowhere: its bytes
-                take longer to work out than its seconds.
         """
         shapes, rows = self.shapes, self.rows(dp_B, most)
         stage, warm = self.times(rows, size_B, steps, dp_B=dp_B)
         reduce = self.reduce_s(rows, size_B)
-        depth = shapes.depth(self._group(np.array(steps), fewest))
-        fast = (warm + (steps - 1) * stage + reduce) * (1 - ROUNDING) < below_s
-        depth_limit = np.full(len(rows.dp), -1, dtype=np.int64)
-        fast_rows = OptionRows(*(column[fast] for column in rows))
-        depth_limit[fast] = self.depth_limit(fast_rows, size_B, steps, fewest)
+        depth = shapes.depth(self._group(np.array([steps]), fewest)[:, 0])
+        depth_limit = at_rows(self.depth_limit(dp_B, size_B, steps, fewest), rows)
         return Table(
             options=Options(
                 devices=rows.devices,
@@ -314,9 +317,9 @@ class ModuleTables:
         basis = self.basis(size_B)
         if dp_B is not None and self.problem.varies:
             basis = self._at(size_B, dp_B).basis
-        stage = _at_rows((self._stages @ basis[:, None]).max(axis=2), rows)
-        compute = _at_rows(self._total[:, :, :INNER] @ basis[:, :INNER], rows)
-        messages = _at_rows(self._total[:, :, INNER:] @ basis[:, INNER:], rows)
+        stage = at_rows((self._stages @ basis[:, None]).max(axis=2), rows)
+        compute = at_rows(self._total[:, :, :INNER] @ basis[:, :INNER], rows)
+        messages = at_rows(self._total[:, :, INNER:] @ basis[:, INNER:], rows)
         if not self._interleaved:
             return stage, compute + messages
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
@@ -379,71 +382,71 @@ class ModuleTables:
             pp=pp,
             dp=rows.dp,
             num_bytes=shapes.gradient_bytes[rows.shape] / tp,
-            backward_s=_at_rows(backward_s, rows) / (pp * shapes.vpp[rows.shape]),
+            backward_s=at_rows(backward_s, rows) / (pp * shapes.vpp[rows.shape]),
         )
 
     # --- bytes --------------------------------------------------------------------------
 
     def depth_limit(
-        self, rows: OptionRows, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
+        self,
+        dp_B: Ints,
+        size_B: Ints,
+        steps: int | Ints,
+        fewest: int | Ints | None = None,
     ) -> Ints:
-        """[R]: most stages after the module that its memory allows; -1 where none.
+        """[T, Q, B]: most stages after the module that its memory allows; -1 where none.
 
         Args:
-            rows: options.
+            dp_B: replicas.
             size_B: micro-batches; one where they are all alike.
-            steps: their number in a step: of all rows, or [R].
+            steps: their number in a step: of all B, or [B].
             fewest: of the replica that has the fewest.
         """
         memory_bytes = self.problem.memory_bytes
-        free, each, ahead = self._bytes(rows, size_B, steps, memory_bytes, fewest)
+        free, each, ahead = self._bytes(dp_B, size_B, steps, memory_bytes, fewest)
         # Where nothing is held only the parameters count; all micro-batches are the most held.
-        depth_limit = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
-        all_held = each * np.reshape(steps, (-1, 1))
-        depth_limit = np.where(free * (1 + ROUNDING) >= all_held, UNLIMITED, depth_limit)
-        depth_limit = np.where(free < 0, -1, depth_limit).min(axis=1)
-        return np.clip(depth_limit, -1, UNLIMITED).astype(np.int64)
+        after = np.where(
+            free * (1 + ROUNDING) >= each * steps,
+            UNLIMITED,
+            np.where(free < 0, -1.0, (free - ahead) / np.maximum(each, TINY) + ROUNDING),
+        )
+        least = np.minimum.reduceat(after, self.shapes.first, axis=1)
+        return np.clip(np.floor(least), -1, UNLIMITED).astype(np.int64)
 
     def needed_bytes(self, dp: int, size: int, steps: int, after: int) -> float:
         """The least bytes of the fullest device with ``after`` stages after the module."""
-        rows, sizes = self.rows(np.array([dp]), UNLIMITED), np.array([size])
-        free, each, ahead = self._bytes(rows, sizes, steps, 0.0)
+        free, each, ahead = self._bytes(np.array([dp]), np.array([size]), steps, 0.0)
         needed = np.minimum(ahead + each * after, each * steps) - free
-        return float(needed.max(axis=1).min())
+        return float(np.maximum.reduceat(needed, self.shapes.first, axis=1).min())
 
     def _bytes(
         self,
-        rows: OptionRows,
+        dp_B: Ints,
         size_B: Ints,
         steps: int | Ints,
         memory_bytes: float,
         fewest: int | Ints | None = None,
     ) -> tuple[Floats, Floats, Floats]:
-        """[R, S]: what parameters leave, a micro-batch, and those in the module itself."""
-        own = self._bytes_of_stages.taken(rows.shape)
-        tp, dp = self._tp[rows.tp], rows.dp[:, None, None]
-        size = size_B if len(size_B) == 1 else size_B[rows.b, None, None]
-        activation = self._of_sizes(size_B).activation
-        activation = activation[rows.tp, 0 if len(size_B) == 1 else rows.b, None, None]
+        """[T, K, B]: what parameters leave, a micro-batch, and those in the module itself."""
+        own, tp = self._bytes_of_stages, self._tp
+        activation = self._of_sizes(size_B).activation[:, None]
         each, ahead = (
-            own.held_bytes(tp, size, activation, first=first) for first in (HELD, HELD_AHEAD)
+            own.held_bytes(tp, size_B, activation, first=first) for first in (HELD, HELD_AHEAD)
         )
-        steps_R = np.reshape(steps, (-1, 1, 1))
         if self._interleaved:
-            group = self._group(np.reshape(steps, -1), fewest, rows.shape)
-            longer = group - self.shapes.pp[rows.shape]
-            added = own.held_bytes(tp, size, activation, first=HELD_LONGER)
-            ahead = ahead + longer[:, None, None] * added
-        taken = own.fixed_bytes(tp, dp) + own.bytes_beside(size, steps_R)
-        return (memory_bytes - taken)[..., 0], each[..., 0], ahead[..., 0]
+            group = self._group(np.reshape(steps, -1), fewest)
+            longer = group - self.shapes.pp[:, None]
+            number = np.diff(self.shapes.first, append=len(self.shapes.bytes))
+            added = own.held_bytes(tp, size_B, activation, first=HELD_LONGER)
+            ahead = ahead + np.repeat(longer, number, axis=0) * added
+        taken = own.fixed_bytes(tp, dp_B) + own.bytes_beside(size_B, steps)
+        return memory_bytes - taken, each, ahead
 
-    def _group(
-        self, steps: Ints, fewest: int | Ints | None, shape: Ints | slice = slice(None)
-    ) -> Ints:
-        """The longest group of any replica of each shape; one may have a micro-batch less."""
-        pp = self.shapes.pp[shape]
+    def _group(self, steps_B: Ints, fewest: int | Ints | None) -> Ints:
+        """[Q, B] the longest group of any replica; one may have a micro-batch less."""
+        pp = self.shapes.pp[:, None]
         return np.maximum(
-            largest_group(steps, pp), largest_group(steps if fewest is None else fewest, pp)
+            largest_group(steps_B, pp), largest_group(steps_B if fewest is None else fewest, pp)
         )
 
     # --- replicas -----------------------------------------------------------------------
@@ -471,16 +474,17 @@ class ModuleTables:
         return dp, size
 
     def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int, devices: int) -> Ints:
+        """These numbers, and those up to the next one where more of some option fits."""
         last = np.append(dp[1:] - 1, most) if len(dp) else dp
-        size = -(-samples // np.maximum(dp, 1))
-        rows = self.rows(dp, devices)
-        ends = rows, rows._replace(dp=last[rows.b])
-        low, high = (self.depth_limit(end, size, steps) for end in ends)
-        grows = np.unique(rows.b[low != high]).tolist()
-        extra = [np.arange(int(dp[i]), int(last[i]) + 1) for i in grows]
+        first, last = dp[last > dp], last[last > dp]
+        size = -(-samples // first)
+        fits = self._tp * self.shapes.pp[:, None] * first <= devices
+        low, high = (self.depth_limit(each, size, steps) for each in (first, last))
+        grows = (fits & (low != high)).any(axis=(0, 1))
+        extra = [np.arange(a, b + 1) for a, b in zip(first[grows], last[grows], strict=True)]
         return np.unique(np.concatenate([dp, *extra]))
 
 
-def _at_rows(value: Floats, rows: OptionRows) -> Floats:
+def at_rows(value: NDArray[NumberT], rows: OptionRows) -> NDArray[NumberT]:
     """[R] of [T, Q, B], or of [T, Q, 1] where all micro-batches are alike."""
     return value[rows.tp, rows.shape, 0 if value.shape[2] == 1 else rows.b]
