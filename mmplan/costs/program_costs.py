@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -108,6 +108,7 @@ class ProgramCosts:
                 for part in _parts_of_sum(item):
                     self._state_parts[item.owner, part].append(state)
         self._shard_sizes: dict[Shard, float] = {}
+        self._static_bytes: dict[tuple[tuple[int, int], ...], float] = {}
         self._output_bytes: dict[int, float] = {}
         # (stage, whether its backward) to the edges whose messages its groups gather.
         self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
@@ -453,9 +454,12 @@ class ProgramCosts:
         Under ZeRO-1 the ranks that reduce a part of a shard divide its state. Of ZeRO-3 the block
         that a compute has whole counts too.
         """
-        whole = (self._gathered_bytes(stage) for stage in self.program.stages_of(rank))
-        own = sum(self._shard_bytes(shard) for shard in self._shards(rank))
-        return own + max(whole, default=0.0)
+        held = tuple((stage.index, index) for stage, index in self._held_shards(rank))
+        if held not in self._static_bytes:
+            whole = (self._gathered_bytes(stage) for stage in self.program.stages_of(rank))
+            own = sum(self._shard_bytes(shard) for shard in self._shards(rank))
+            self._static_bytes[held] = own + max(whole, default=0.0)
+        return self._static_bytes[held]
 
     def _gathered_bytes(self, stage: Stage) -> float:
         if not stage.gathers or not stage.trainable:
@@ -492,11 +496,16 @@ class ProgramCosts:
         ]
         return parts or [(index, index + 1, tp, 1, False)]
 
+    def _held_shards(self, rank: int) -> Iterator[tuple[Stage, int]]:
+        """The stages that a rank holds, and its shard of each."""
+        for stage in self.program.stages_of(rank):
+            yield stage, 0 if stage.items else stage.place(rank)[1]
+
     def _shards(self, rank: int) -> set[Shard]:
         """The shard that a rank holds of every part; the whole part where it runs two shards."""
         shards: dict[OwnedPart, tuple[int, int]] = {}
-        for stage in self.program.stages_of(rank):
-            shard = stage.shards, 0 if stage.items else stage.place(rank)[1]
+        for stage, index in self._held_shards(rank):
+            shard = stage.shards, index
             blocks = range(*stage.blocks)
             shared = (s for s in self._shared[stage.owner] if any(b in blocks for b in s))
             for part in (*blocks, *shared):

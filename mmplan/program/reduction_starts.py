@@ -20,6 +20,8 @@ from mmplan.program.model import BlockReduction, Graph, Program, Reduction, Stag
 _InstructionRow = Sequence[Instruction]
 # Position in a rank's row to the reductions that start there, in order.
 _StartsOfRow = Mapping[int, Sequence[int]]
+# Of a sum that is cut, the stage and the micro-batch after which each round is made.
+_Rounds = Sequence[tuple[Stage, int]]
 # A reduction that starts, or another collective.
 _Meeting = int | Sync | Collective | tuple[Compute, int, str]
 
@@ -76,8 +78,14 @@ def with_starts(
     graph: Graph | Program, rows: Sequence[_InstructionRow]
 ) -> list[tuple[Instruction, ...]]:
     """The rows with a start of every reduction that can begin inside a backward."""
-    if any(map(is_cut, graph.reductions)):
-        rows = [_with_rounds(graph, rank, row) for rank, row in enumerate(rows)]
+    # By rank and number of a sum that is cut.
+    rounds: defaultdict[int, dict[int, _Rounds]] = defaultdict(dict)
+    for reduction in filter(is_cut, graph.reductions):
+        own = list(rounds_of(graph, reduction))
+        for rank in reduction.ranks:
+            rounds[rank][reduction.index] = own
+    if rounds:
+        rows = [_with_rounds(row, rounds[rank]) if row else () for rank, row in enumerate(rows)]
     starts = _places(graph, rows)
     left_out = _contradicted(graph, rows, starts)
     result: list[tuple[Instruction, ...]] = []
@@ -90,9 +98,7 @@ def with_starts(
     return result
 
 
-def _with_rounds(
-    graph: Graph | Program, rank: int, row: _InstructionRow
-) -> tuple[Instruction, ...]:
+def _with_rounds(row: _InstructionRow, cut: Mapping[int, _Rounds]) -> tuple[Instruction, ...]:
     """A row with sums that are cut around each backward of their stage, not at the step's end.
 
     The sums end directly behind the backward, before it sends anything: a run waits for them
@@ -100,15 +106,10 @@ def _with_rounds(
     """
     # Of a backward, the sums and the numbers of their rounds; those of later blocks first.
     of_backward: defaultdict[Instruction, list[tuple[int, int]]] = defaultdict(list)
-    cut: set[int] = set()
-    for reduction in graph.reductions:
-        if is_cut(reduction) and rank in reduction.ranks:
-            cut.add(reduction.index)
-            for number, (stage, mb) in enumerate(rounds_of(graph, reduction)):
-                backward = Compute(Op.BACKWARD, stage.index, mb)
-                of_backward[backward].insert(0, (reduction.index, number))
-    if not cut:
-        return tuple(row)
+    for index, rounds in cut.items():
+        for number, (stage, mb) in enumerate(rounds):
+            backward = Compute(Op.BACKWARD, stage.index, mb)
+            of_backward[backward].insert(0, (index, number))
     found: list[Instruction] = []
     for item in row:
         if isinstance(item, Collective) and item.op is Op.REDUCE and item.index in cut:
