@@ -128,7 +128,8 @@ def ran(
         real = getattr(StrictTransport, name)
 
         def call(self: StrictTransport, *arguments: Any) -> Any:
-            if name != "start_all_reduce" or arguments[1] not in groups:
+            of_group = {"start_all_reduce": arguments[1:], "exchange": arguments[2:]}.get(name)
+            if not of_group or of_group[0] not in groups:
                 begun[self.rank].append(name)
             return real(self, *arguments)
 

@@ -232,7 +232,7 @@ class OneGrid:
         fill_s = np.maximum.reduce([interval_s, *end.values()])
         return fill_s + (self.problem.rounds * columns.count - 1) * interval_s
 
-    def _gathers_s(self, own: _ModuleStages, columns: _Columns) -> Floats | float:
+    def _gathers_s(self, own: _ModuleStages, columns: _SplitColumns) -> Floats | float:
         """[C, B] until ranks that share out items have all of each stage's output."""
         if not own.grid.items:
             return 0.0
@@ -270,7 +270,7 @@ class OneGrid:
             total_s = total_s + self._message_s(here, (here[0] + 1, own.tp), num_bytes, back)
         return total_s
 
-    def _between_s(self, producer: str, consumer: str, columns: _Columns) -> Floats:
+    def _between_s(self, producer: str, consumer: str, columns: _SplitColumns) -> Floats:
         source, target = self._modules[producer], self._modules[consumer]
         return self._message_s(
             (source.positions.stop - 1, source.tp),
@@ -436,7 +436,7 @@ class OneGrid:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class _SplitColumns:
     """[B] of splits; see :class:`Split`."""
 
     dp: Ints
@@ -445,9 +445,9 @@ class _Columns:
     inner_dp: Ints
 
 
-def _columns(splits: Sequence[Split]) -> _Columns:
+def _columns(splits: Sequence[Split]) -> _SplitColumns:
     rows = [(split.dp, split.count, split.size, split.inner_dp) for split in splits]
-    return _Columns(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+    return _SplitColumns(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 @cache
@@ -459,12 +459,12 @@ def _cut_shares(largest: int, least: int, limit: int, pinned: bool) -> tuple[int
     return len(sizes[0]), sizes[0][0], min(own[-1] for own in sizes)
 
 
-def _replicas(own: _ModuleStages, columns: _Columns) -> Ints:
+def _replicas(own: _ModuleStages, columns: _SplitColumns) -> Ints:
     """[B] of a module."""
     return columns.dp * _inner_dp(own.grid, columns.inner_dp)
 
 
-def _sizes(own: _ModuleStages, columns: _Columns) -> Ints | Floats:
+def _sizes(own: _ModuleStages, columns: _SplitColumns) -> Ints | Floats:
     """[B] samples of a module's largest micro-batch on a rank."""
     items = own.grid.items
     return (
