@@ -306,6 +306,27 @@ def test_the_order_of_tasks_in_turn_is_one_of_the_changes() -> None:
     assert whole.estimates.estimate_s(other) < whole.estimates.estimate_s(layout)
 
 
+def test_units_with_the_same_parameters_change_together() -> None:
+    """One by one they would hold and sum these in several ways."""
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["a", "y"]}}
+    tasks = {name: {"modules": ["a"], "losses": ["loss"], "batch": 8} for name in "pqr"}
+    job = workload({"a": {}}, batch=8, losses=loss, tasks=tasks)
+    own = module_profile(tp={1: 1.0, 2: 1.2}, blocks=2)
+    whole = Enumeration(job, profile({"a": own}, 4))
+    narrow = UnitChoice(tp=1, pp=1, vpp=1, dp=1, size=4, kind="1f1b", lead=0)
+    wide = replace(narrow, tp=2)
+    layouts = [
+        PlanLayout(choices=own, groups=((0, 1, 2),), zero=(0, 0, 0), in_turn=("p", "q", "r"))
+        for own in ((narrow,) * 3, (wide, narrow, narrow), (wide,) * 3)
+    ]
+    changes = LayoutChanges(whole.space, whole.estimates)
+    assert layouts[2] not in changes.neighbours(layouts[0])
+    assert layouts[2] in changes.pairs(layouts[0])
+    plans = [whole.plan(layout) for layout in layouts]
+    one, mixed, other = (predict(plan, whole.costs).iteration_s for plan in plans if plan)
+    assert other < mixed < one
+
+
 def test_a_unit_whose_samples_are_cut_otherwise_runs_one_more_ahead() -> None:
     loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}}
     job = workload({"a": {}, "b": {"inputs": ["a"]}}, batch=12, losses=loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -57,7 +58,11 @@ class LayoutChanges:
                 yield self.with_usual_leads(other)
 
     def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout]:
-        """Layouts two changes away: of groups and then any, or of different units."""
+        """Layouts two changes away: of groups and then any, or of different units.
+
+        Units with the same parameters come first, and all of them change together.
+        """
+        yield from map(self.with_usual_leads, self._cut_alike(layout))
         for other in itertools.chain(self._merged(layout), self._split(layout)):
             yield from self.neighbours(other)
         single = [list(self._choices_near(i, layout)) for i in range(len(layout.choices))]
@@ -66,6 +71,33 @@ class LayoutChanges:
                 changed = layout.with_choices({first: one, second: other})
                 if changed.devices <= self._request.devices:
                     yield self.with_usual_leads(changed)
+
+    def _cut_alike(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """All units with the same parameters under the same degrees, those near to one's own."""
+        units: defaultdict[str, list[int]] = defaultdict(list)
+        for index, owner in enumerate(self._space.owners):
+            units[owner].append(index)
+        for own in units.values():
+            near = (
+                choice
+                for index in own
+                for choice in (layout.choices[index], *self._choices_near(index, layout))
+            )
+            for choice in dict.fromkeys(near) if len(own) > 1 else ():
+                others = {
+                    index: self._with(
+                        index,
+                        layout.choices[index],
+                        tp=choice.tp,
+                        pp=choice.pp,
+                        dp=choice.dp,
+                        size=choice.size,
+                    )
+                    for index in own
+                }
+                changed = layout.with_choices({i: c for i, c in others.items() if c is not None})
+                if changed.devices <= self._request.devices:
+                    yield changed
 
     def _of_units(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         for index in range(len(layout.choices)):
