@@ -140,7 +140,7 @@ def main() -> None:
                 file.write(json.dumps(item) + "\n")
             print(json.dumps(item), file=sys.stderr, flush=True)
     found = [results[name] for name in names if name in results]
-    text = f"{section(found)}\n\n{len(found)} of {len(names)} workloads were run."
+    text = f"{section(found)}\n\n{len(found)} of {len(regret_cases.names())} workloads were run."
     print(text)
     if options.write_docs:
         command = f"`python benchmarks/bench_regret.py --evaluations {options.evaluations}`"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -291,6 +291,8 @@ class InProcessTransport:
         def fill() -> None:
             parts = [given[place] for given in self._collect(group, sequence)]
             for target, part in zip(received[0].split([*received[1]]), parts, strict=True):
+                if target.shape != part.shape:
+                    raise self._different(ranks, {tuple(target.shape), tuple(part.shape)})
                 target.copy_(part)
 
         return Deferred(fill)
@@ -332,12 +334,15 @@ class InProcessTransport:
             for operation, part in parts
         }
         if len(kinds) > 1:
-            raise RunFailedError(
-                f"{self.where()}: ranks {list(group[0])} meet in one collective with different "
-                f"tensors or operations: {sorted(map(str, kinds))}",
-                hint="mmplan check PLAN says where their programs part",
-            )
+            raise self._different(group[0], kinds)
         return [part for _, part in parts]
+
+    def _different(self, ranks: Ranks, kinds: Iterable[object]) -> RunFailedError:
+        return RunFailedError(
+            f"{self.where()}: ranks {list(ranks)} meet in one collective with different "
+            f"tensors or operations: {sorted(map(str, kinds))}",
+            hint="mmplan check PLAN says where their programs part",
+        )
 
     def _deposit(self, group: CommGroup, operation: str, item: Any) -> int:
         sequence = self._sequence.get(group, 0)

@@ -38,24 +38,23 @@ Text = Tensor | Ragged
 class _Rotary(torch.autograd.Function):
     """Queries and keys turned by the angles of their positions.
 
-    Positions alone are kept and backward works the angles out again: each block would keep
-    those of all tokens on every rank, also where other rows are cut along the sequence.
+    Lengths of ragged texts alone are kept and backward works the rest out again: each block would
+    keep what is of all tokens on every rank, also where other rows are cut along the sequence.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, position_T: Tensor, theta: float
+        ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, lengths: Tensor | None, theta: float
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(position_T)
+        ctx.save_for_backward(lengths)
         ctx.theta = theta
-        cos_TD, sin_TD = rotary(position_T, q_BHTD.shape[-1], theta, like=q_BHTD)
+        cos_TD, sin_TD = rotary(positions(q_BHTD, lengths, dim=2), theta, like=q_BHTD)
         return rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (position_T,) = ctx.saved_tensors
-        like = gradients[0]
-        cos_TD, sin_TD = rotary(position_T, like.shape[-1], ctx.theta, like=like)
+        (lengths,), like = ctx.saved_tensors, gradients[0]
+        cos_TD, sin_TD = rotary(positions(like, lengths, dim=2), ctx.theta, like=like)
         turned = (rotate(each, cos_TD, sin_TD, back=True) for each in gradients)
         return *turned, None, None
 
@@ -87,7 +86,7 @@ class GroupedAttention(nn.Module):
         """
         parts = (self.query, self.key, self.value)
         q, k, v = (split_heads(part(x_BTW), self.head_dim) for part in parts)
-        q, k = cast(Any, _Rotary).apply(q, k, positions(x_BTW, lengths), self.theta)
+        q, k = cast(Any, _Rotary).apply(q, k, lengths, self.theta)
         if lengths is not None:
             return self.out(attend_samples(q, k, v, lengths).transpose(1, 2).flatten(2))
         return self.out(attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
@@ -294,22 +293,26 @@ def as_text(like: Text, x_BTW: Tensor) -> Text:
     return Ragged(x_BTW[0], like.lengths) if isinstance(like, Ragged) else x_BTW
 
 
-def positions(x_BTW: Tensor, lengths: Tensor | None) -> Tensor:
-    """The place of each token in its text, [T] int64; arguments as :func:`rows_of` gives them."""
-    if lengths is not None:
-        return positions_of(Ragged(x_BTW[0], lengths))
-    return torch.arange(x_BTW.shape[1], device=x_BTW.device)
+def positions(like: Tensor, lengths: Tensor | None, *, dim: int = 1) -> Tensor:
+    """The place of each token in its text, [T] int64; arguments as :func:`rows_of` gives them.
+
+    Args:
+        like: that has the tokens.
+        lengths: of the texts, one after another; None where there is one.
+        dim: of the tokens.
+    """
+    row_T = torch.arange(like.shape[dim], device=like.device)
+    return row_T if lengths is None else positions_of(Ragged(row_T, lengths))
 
 
-def rotary(
-    position_T: Tensor, head_dim: int, theta: float, *, like: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary(position_T: Tensor, theta: float, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, D] of positions, in the type of ``like``.
 
     Worked out in float32, as in Llama: bf16 cannot tell neighbouring positions apart.
 
     Source: RoFormer, arXiv:2104.09864, in Llama's layout (halves, not pairs).
     """
+    head_dim = like.shape[-1]
     step = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
     angle = (position_T[:, None] * theta ** (step * (-1 / head_dim))).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

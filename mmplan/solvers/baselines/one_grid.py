@@ -26,6 +26,7 @@ from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
+from mmplan.schema.workload import Pins
 from mmplan.solvers.communicators import PlacedModule, PlacedModules, communicators
 from mmplan.solvers.cost_table import ModuleCosts, StageCosts
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
@@ -158,10 +159,13 @@ class OneGrid:
         found = (
             self._split(dp, *own) for dp in replicas for own in self._limits(-(-samples // dp))
         )
-        pins = [self.problem.request.workload.modules[module].plan for module in self.layout.places]
-        if all(own.dp is None and own.microbatch is None for own in pins):
-            return list(found)
-        return [split for split in found if self._allowed(split)]
+        specs = self.problem.request.workload.modules
+        pinned = [
+            (specs[module].plan, place)
+            for module, place in self.layout.places.items()
+            if specs[module].plan.dp or specs[module].plan.microbatch
+        ]
+        return [split for split in found if _allowed(split, pinned)]
 
     def counts(self, *, every: bool = False) -> Iterable[int]:
         """Replicas, each number the smallest that leaves the slowest its share.
@@ -202,15 +206,6 @@ class OneGrid:
             count=count,
             size=size,
             inner_dp=min(self.layout.tp, least) if self._any_replicated else 1,
-        )
-
-    def _allowed(self, split: Split) -> bool:
-        specs = self.problem.request.workload.modules
-        return all(
-            specs[module].plan.allows("dp", split.dp * each)
-            and specs[module].plan.allows("microbatch", -(-split.size // each))
-            for module, place in self.layout.places.items()
-            for each in [1 if place.items else _inner_dp(place, split.inner_dp)]
         )
 
     # --- seconds -----------------------------------------------------------------------
@@ -433,6 +428,14 @@ class OneGrid:
                 for way in range(ways)
             )
         )
+
+
+def _allowed(split: Split, pinned: Sequence[tuple[Pins, ModuleGrid]]) -> bool:
+    return all(
+        pins.allows("dp", split.dp * each) and pins.allows("microbatch", -(-split.size // each))
+        for pins, place in pinned
+        for each in [1 if place.items else _inner_dp(place, split.inner_dp)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
