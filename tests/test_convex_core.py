@@ -93,7 +93,11 @@ def as_groups(
     groups: Sequence[tuple[int, list[Options]]], bounds: Sequence[float] | None = None
 ) -> list[Group]:
     return [
-        Group(steps=steps, bound_s=bounds[g] if bounds else 0.0, build=lambda o=options: o)
+        Group(
+            steps=steps,
+            bound_s=bounds[g] if bounds else 0.0,
+            build=lambda options=options: [own.quick() for own in options],
+        )
         for g, (steps, options) in enumerate(groups)
     ]
 
@@ -155,12 +159,12 @@ def test_groups_beyond_their_bound_are_never_built() -> None:
     good = replace(options[0].take(np.array([0])), depth_limit=np.array([9]))
     value = plan_value([good], [0], 3, [])
 
-    def refuse() -> list[Options]:
+    def refuse() -> list[QuickOptions]:
         raise AssertionError("built a group that cannot be better")
 
     groups = [
         Group(steps=3, bound_s=value * (1 + 1e-9), build=refuse),
-        Group(steps=3, bound_s=0.0, build=lambda: [good]),
+        Group(steps=3, bound_s=0.0, build=lambda: [good.quick()]),
     ]
     assert best_plans(groups, [], devices=100)[0].value_s == value
 

@@ -315,15 +315,30 @@ class CostModel(LinkCosts):
         number, copy = _NUMBER_BYTES[precision], _COPY_BYTES[precision]
         if not trainable:
             return number + copy
-        state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
         if not zero or dp == 1:
-            return number + copy + number + state
-        held, cut = (copy, number + state) if copy else (number, state)
-        in_rounds &= zero > 1
+            return number + copy + number + self._state_bytes
+        each, cut = self.shard_bytes(zero, in_rounds=in_rounds, gathers=gathers)
+        return each + cut / dp
+
+    def shard_bytes(
+        self, zero: int, *, in_rounds: bool = False, gathers: bool = False
+    ) -> tuple[float, float]:
+        """Bytes of one parameter that trains under ZeRO: on each rank, and what ranks share out."""
+        precision = self.training.precision
+        number, copy = _NUMBER_BYTES[precision], _COPY_BYTES[precision]
+        held, cut = (copy, number + self._state_bytes) if copy else (number, self._state_bytes)
         if gathers and zero > 2:
             # The narrow weights are rounded for each gather anew.
-            held = 0.0 if copy else held / dp
-        return held + (number / dp if in_rounds else self.gradient_bytes(zero)) + cut / dp
+            held, cut = 0.0, cut if copy else cut + held
+        if in_rounds and zero > 1:
+            return held, cut + number
+        return held + self.gradient_bytes(zero), cut
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of one parameter's optimizer state."""
+        numbers = _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
+        return _NUMBER_BYTES[self.training.precision] * numbers
 
     def gradient_bytes(self, zero: int) -> int:
         """Bytes of one parameter's gradient that several ranks sum."""

@@ -85,7 +85,6 @@ class ModuleCosts:
     ) -> None:
         self._costs, self._task, self._module = costs, task, module
         self._round_samples, self._zero = round_samples, zero
-        self._trained_bytes = cache(self._bytes_per_trained)
         self._straggler = cache(self._compute_straggler)
         self._losses = losses
         cuts = tuple((b, b + 1) for b in range(len(passed)))
@@ -120,15 +119,6 @@ class ModuleCosts:
         columns = [own.shares, own.held, own.outputs, own.trained, own.frozen]
         # A row of zeros after the last block, so that its end is a place too.
         self._per_block = np.pad(np.column_stack(columns), ((0, 1), (0, 0)))
-
-    def _bytes_per_trained(self, dp: int, in_rounds: bool, gathers: bool) -> float:
-        return self._costs.bytes_per_parameter(
-            trainable=True,
-            zero=self._zero,
-            dp=dp,
-            in_rounds=in_rounds,
-            gathers=gathers and dp > 1,
-        )
 
     def _compute_straggler(self, dp: int) -> float:
         return self._costs.straggler(
@@ -239,11 +229,13 @@ class ModuleCosts:
             tp, dp: of the stages.
             in_rounds: whether gradients are summed after each micro-batch.
         """
-        numbers = np.asarray(dp)
+        whole = self._costs.bytes_per_parameter(trainable=True)
 
         def of_each(gathers: bool) -> Floats:
-            found = [self._trained_bytes(n, in_rounds, gathers) for n in numbers.ravel().tolist()]
-            return np.array(found).reshape(numbers.shape)
+            if not self._zero:
+                return np.full(np.shape(dp), whole)
+            each, cut = self._costs.shard_bytes(self._zero, in_rounds=in_rounds, gathers=gathers)
+            return np.where(np.equal(dp, 1), whole, each + cut / np.asarray(dp))
 
         of_trained = of_each(False)
         if in_rounds:

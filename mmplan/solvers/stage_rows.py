@@ -5,6 +5,8 @@ Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-ba
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from mmplan.arrays import Floats, Indices, Ints
@@ -121,6 +123,12 @@ class StageBytes:
         self._costs, self._rounds = problem.module_costs(module), problem.rounds
         self._each = problem.request.cluster.device.communicator_bytes
         self._columns = np.moveaxis(rows, -1, 0)[..., None]
+
+    def of(self, rows: Ints) -> StageBytes:
+        """[P] of those rows, each with a tp, dp and micro-batch of its own: all arguments [P]."""
+        some = copy.copy(self)
+        some._columns = self._columns[:, rows, 0]
+        return some
 
     def fixed_bytes(self, tp: int | Ints, dp: Ints, *, in_rounds: bool = False) -> Floats:
         """Parameters and communicators (:meth:`ModuleCosts.parameter_bytes`)."""

@@ -9,8 +9,8 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
 from mmplan.solvers.convex.branch_and_bound import Group, longest_after
-from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, Table, at_rows
+from mmplan.solvers.convex.module_tables import (
+    UNLIMITED,
+    BackboneShape,
+    Choices,
+    ModuleTables,
+    OptionRows,
+    Table,
+)
 from mmplan.solvers.pareto import lower_hull
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
@@ -28,6 +35,8 @@ from mmplan.solvers.sample_split import smallest_divisors
 LARGEST_MICROBATCH = 64
 # Up to so many replica numbers, all are tried where memory depends on them (ZeRO-1).
 ALL_REPLICAS = 4096
+# Groups whose options are built at once.
+MOST_AT_ONCE = 32
 # Points of the grid on which bounds of the other modules are known.
 RATES = 256
 # Shares of the steady time that the backbone's own stage answers for (see _Bounds), None for
@@ -35,25 +44,6 @@ RATES = 256
 SHARES = (None, 0.0, 0.5, 1.0)
 # A number of replicas that leaves no optimizer state to any of them.
 MANY = 2**40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackboneShape:
-    """What the options of a group have in common.
-
-    Attributes:
-        replicas: of the backbone, D.
-        microbatch: of the backbone, M.
-        steps: l.
-        fewest: micro-batches of the replica that has the fewest.
-        samples: of a step of the pipeline, D M; the batch where that is less.
-    """
-
-    replicas: int
-    microbatch: int
-    steps: int
-    fewest: int
-    samples: int
 
 
 class Pipelines:
@@ -121,47 +111,44 @@ class Pipelines:
     def groups(self) -> list[Group]:
         """Every group with a bound; those in which some module fits nowhere are left out."""
         self.frames = []
-        groups: list[Group] = []
         if any(own.empty for own in self.tables):
-            return groups
-        bounds = _Bounds(self)
+            return []
+        bounds, found = _Bounds(self), list[float]()
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
-            for frame, bound in zip(frames, bounds.of(frames), strict=True):
-                if np.isfinite(bound):
+            for frame, bound in zip(frames, bounds.of(frames).tolist(), strict=True):
+                if bound < math.inf:
                     self.frames.append(frame)
-                    groups.append(
-                        Group(
-                            steps=frame.steps,
-                            bound_s=float(bound),
-                            build=lambda frame=frame: [
-                                table.options for table in self.tables_of(frame)
-                            ],
-                        )
-                    )
-        return groups
-
-    def tables_of(self, frame: BackboneShape) -> list[Table]:
-        """The options of every module in a group, and what they mean."""
+                    found.append(bound)
+        by_bound = sorted(range(len(found)), key=found.__getitem__)
+        tables = _TablesInTurn(self, [self.frames[index] for index in by_bound])
+        place = {index: position for position, index in enumerate(by_bound)}
         return [
-            own.table(
-                *self.replicas(k, frame),
+            Group(
                 steps=frame.steps,
-                fewest=frame.fewest,
-                most=most,
+                bound_s=bound,
+                build=lambda own=place[index]: [table.options for table in tables.of(own)],
             )
-            for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
+            for index, (frame, bound) in enumerate(zip(self.frames, found, strict=True))
         ]
 
-    def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
-        """(dp, largest micro-batch) that one module may have in a group."""
+    def tables_of(self, frames: Sequence[BackboneShape]) -> list[tuple[Table, ...]]:
+        """The options of every module in each of some groups, and what they mean."""
+        of_modules = (
+            own.tables(frames, self.replicas(k, frames), most)
+            for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
+        )
+        return list(zip(*of_modules, strict=True))
+
+    def replicas(self, k: int, frames: Sequence[BackboneShape]) -> list[Choices]:
+        """(dp, largest micro-batch) that one module may have in each of some groups."""
         if self.tables[k].backbone:
-            return np.array([frame.replicas]), np.array([frame.microbatch])
-        dp, size = self.tables[k].replicas(frame.samples, frame.steps, self.most[k])
-        if self._divisible:
-            whole = frame.samples % dp == 0
-            dp, size = dp[whole], size[whole]
-        return dp, size
+            return [(np.array([f.replicas]), np.array([f.microbatch])) for f in frames]
+        choices = self.tables[k].replicas(frames, self.most[k])
+        if not self._divisible:
+            return choices
+        whole = [f.samples % dp == 0 for f, (dp, _) in zip(frames, choices, strict=True)]
+        return [(dp[w], size[w]) for (dp, size), w in zip(choices, whole, strict=True)]
 
     def _backbone_sizes(self) -> list[int]:
         batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
@@ -205,6 +192,23 @@ class Pipelines:
         if microbatch == 1 or self._microbatches or not free:
             return False
         return -(-batch // (replicas * (microbatch - 1))) == -(-batch // (replicas * microbatch))
+
+
+class _TablesInTurn:
+    """The options of groups, built for several at once, in the order in which a search asks."""
+
+    def __init__(self, pipelines: Pipelines, frames: Sequence[BackboneShape]) -> None:
+        self._pipelines, self._frames = pipelines, frames
+        self._first, self._built = 0, list[tuple[Table, ...]]()
+
+    def of(self, position: int) -> tuple[Table, ...]:
+        """The tables of every module in the group of that place in the order."""
+        if not 0 <= position - self._first < len(self._built):
+            # A search that ends soon has few of them built for nothing.
+            count = min(position + 1, MOST_AT_ONCE)
+            self._first = position
+            self._built = self._pipelines.tables_of(self._frames[position : position + count])
+        return self._built[position - self._first]
 
 
 class _Bounds:
@@ -259,8 +263,8 @@ class _Bounds:
         fewest_G = np.array([frame.fewest for frame in frames])
         size = np.array([frames[0].microbatch])
         rows = own.rows(dp_G, min(devices - self._fewest, self._pipelines.most[self._k]))
-        depth_limit = own.depth_limit(dp_G, size, steps_G, fewest_G)
-        rows = rows.where(at_rows(depth_limit, rows) >= self._after[self._k])
+        limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
+        rows = rows.where(limit >= self._after[self._k])
         # A module alone may take them all.
         steps, left = steps_G[rows.b], np.maximum(devices - rows.devices, 1)
         stage, warm = own.times(rows, size, steps)
@@ -282,13 +286,15 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _may_be_followed(own: ModuleTables, size_B: Ints, after: int) -> NDArray[np.bool_]:
-    """[T, Q, B]: whether so many stages may follow.
+def _may_be_followed(
+    own: ModuleTables, rows: OptionRows, size_B: Ints, after: int
+) -> NDArray[np.bool_]:
+    """[R]: whether so many stages may follow.
 
     That is with one micro-batch, and with the replicas that need least memory.
     """
-    limits = (own.depth_limit(np.full_like(size_B, dp), size_B, 1) for dp in (1, MANY))
-    return np.maximum(*limits) >= after
+    each = (rows._replace(dp=np.full_like(rows.dp, dp)) for dp in (1, MANY))
+    return np.maximum(*(own.depth_limit(some, size_B, 1) for some in each)) >= after
 
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
@@ -301,7 +307,7 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     rows = own.rows(np.ones_like(size_B), UNLIMITED)
     stage, warm = own.times(rows, size_B)
     work = rows.devices * stage / last_B[rows.b]
-    fits = at_rows(_may_be_followed(own, size_B, after), rows)
+    fits = _may_be_followed(own, rows, size_B, after)
     fits &= own.shapes.vpp[rows.shape] == 1
     return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
@@ -310,5 +316,5 @@ def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
     one = np.ones(1, dtype=np.int64)
     rows = own.rows(one, UNLIMITED)
-    fits = at_rows(_may_be_followed(own, one, after), rows)
+    fits = _may_be_followed(own, rows, one, after)
     return int(rows.devices[fits].min(initial=UNLIMITED))

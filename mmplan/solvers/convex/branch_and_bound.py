@@ -66,6 +66,42 @@ class Options:
         """Some of the options."""
         return Options(**{name: getattr(self, name)[rows] for name in Options.__slots__})
 
+    def quick(self) -> QuickOptions:
+        """The options, as a group has them."""
+        return QuickOptions(
+            devices=self.devices, warm_s=self.warm_s, stage_s=self.stage_s, complete=self.take
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickOptions:
+    """Of :class:`Options` the columns that most of them are dropped by.
+
+    Attributes:
+        complete: all columns of some rows.
+    """
+
+    devices: Ints
+    warm_s: Floats
+    stage_s: Floats
+    complete: Callable[[NDArray[np.intp]], Options]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def all(self) -> Options:
+        """All columns of all rows."""
+        return self.complete(np.arange(len(self)))
+
+    def take(self, rows: NDArray[np.intp]) -> QuickOptions:
+        """Some of the options."""
+        return QuickOptions(
+            devices=self.devices[rows],
+            warm_s=self.warm_s[rows],
+            stage_s=self.stage_s[rows],
+            complete=lambda some: self.complete(rows[some]),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -79,7 +115,7 @@ class Group:
 
     steps: int
     bound_s: float
-    build: Callable[[], Sequence[Options]]
+    build: Callable[[], Sequence[QuickOptions]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -211,13 +247,17 @@ class _GroupSearch:
     def __init__(self, group: Group, index: int, edges: Edges, devices: int, best: _Best) -> None:
         self._steps, self._index, self._best = group.steps, index, best
         self._edges, self._devices = edges, devices
-        self._options = list(group.build())
-        self._rows = [np.flatnonzero(own.depth_limit >= 0) for own in self._options]
+        self._quick = list(group.build())
+        self._rows = [np.arange(len(own)) for own in self._quick]
         self._kept: list[Options] = []
 
     def run(self) -> None:
         """Add the group's best plans to the best so far."""
-        self._kept = [own.take(rows) for own, rows in zip(self._options, self._rows, strict=True)]
+        if not self._narrow_quickly() or not self._narrow_quickly():
+            return
+        self._kept = [own.complete(np.arange(len(own))) for own in self._quick]
+        for k, own in enumerate(self._kept):
+            self._keep(k, np.flatnonzero(own.depth_limit >= 0))
         if not self._narrow() or not self._narrow():
             return
         for k, keep in enumerate(map(self._front, range(len(self._kept)))):
@@ -242,38 +282,48 @@ class _GroupSearch:
 
     # --- dropping options ---------------------------------------------------------------
 
+    def _narrow_quickly(self) -> bool:
+        """As :meth:`_narrow`, before memory and reductions are known."""
+        for k, rows in enumerate(self._worth(self._quick, [0.0] * len(self._quick))):
+            self._rows[k] = self._rows[k][rows]
+            self._quick[k] = self._quick[k].take(rows)
+        return all(map(len, self._quick))
+
     def _narrow(self) -> bool:
         """Drop options that no plan better than the limit uses; False where none is left."""
         if not all(map(len, self._kept)):
             return False
-        fewest = [int(own.devices.min()) for own in self._kept]
+        least_depth = longest_after([int(own.depth.min()) for own in self._kept], self._edges)
+        self._least_reduce_s = max(float(own.reduce_s.min()) for own in self._kept)
+        reduce = [np.maximum(own.reduce_s, self._least_reduce_s) for own in self._kept]
+        for k, rows in enumerate(self._worth(self._kept, reduce)):
+            self._keep(k, rows[self._kept[k].depth_limit[rows] >= least_depth[k]])
+        return all(map(len, self._kept))
+
+    def _worth(
+        self,
+        options: Sequence[Options] | Sequence[QuickOptions],
+        reduce_s: Sequence[Floats] | Sequence[float],
+    ) -> Sequence[NDArray[np.intp]]:
+        """Of each module the options that a plan better than the limit may use."""
+        # Without options of a module no plan is left, and so with too few devices.
+        fewest = [int(own.devices.min()) if len(own) else self._devices + 1 for own in options]
         spare = self._devices - sum(fewest)
         if spare < 0:
-            return False
-        least_stage = self._stage_by_devices(range(len(self._kept)))
+            return [np.zeros(0, dtype=np.intp) for _ in options]
+        least_stage = self._stage_by_devices(options)
         self._least_stage_s = least_stage(np.array([self._devices]))[0]
-        self._least_reduce_s = max(float(own.reduce_s.min()) for own in self._kept)
-        least_warm = [float(own.warm_s.min()) for own in self._kept]
-        least_depth = longest_after([int(own.depth.min()) for own in self._kept], self._edges)
+        least_warm = [float(own.warm_s.min()) for own in options]
         before_s = _longest_before(least_warm, self._edges)
         after_s = longest_after(least_warm, self._edges)
-        for k, own in enumerate(self._kept):
-            through = before_s[k] + least_warm[k] + after_s[k] - least_warm[k] + own.warm_s
-            warm = np.maximum(through, longest_path(least_warm, self._edges))
-            value = (
-                warm
-                + (self._steps - 1) * np.maximum(own.stage_s, self._least_stage_s)
-                + np.maximum(own.reduce_s, self._least_reduce_s)
-            )
-            self._keep(
-                k,
-                np.flatnonzero(
-                    (own.devices <= fewest[k] + spare)
-                    & (own.depth_limit >= least_depth[k])
-                    & (value * (1 - ROUNDING) < self._best.limit_s)
-                ),
-            )
-        return all(map(len, self._kept))
+        longest_s, found = longest_path(least_warm, self._edges), list[NDArray[np.intp]]()
+        for k, own in enumerate(options):
+            warm = np.maximum(before_s[k] + after_s[k] + own.warm_s, longest_s)
+            stage = np.maximum(own.stage_s, self._least_stage_s)
+            value = warm + (self._steps - 1) * stage + reduce_s[k]
+            worth = value * (1 - ROUNDING) < self._best.limit_s
+            found.append(np.flatnonzero((own.devices <= fewest[k] + spare) & worth))
+        return found
 
     def _front(self, k: int) -> NDArray[np.intp]:
         """Options that no other one equals or beats, as far as they can change a plan."""
@@ -301,14 +351,16 @@ class _GroupSearch:
 
     # --- combining them -----------------------------------------------------------------
 
-    def _stage_by_devices(self, modules: Sequence[int]) -> Callable[[Ints], Floats]:
+    @staticmethod
+    def _stage_by_devices(
+        modules: Sequence[Options] | Sequence[QuickOptions],
+    ) -> Callable[[Ints], Floats]:
         """Function of devices: the least ``max stage`` of some modules, inf where too few."""
         if not modules:
             return lambda left: np.zeros(len(left))
-        limits = np.unique(np.concatenate([self._kept[k].stage_s for k in modules]))
+        limits = np.unique(np.concatenate([own.stage_s for own in modules]))
         needed = np.zeros(len(limits))
-        for k in modules:
-            own = self._kept[k]
+        for own in modules:
             order = np.argsort(own.stage_s, kind="stable")
             fewest = np.minimum.accumulate(own.devices[order]).astype(np.float64)
             position = np.searchsorted(own.stage_s[order], limits, side="right")
@@ -325,7 +377,7 @@ class _GroupSearch:
         """Bounds on what the modules that are still open add, for each level."""
         least_warm = [float(own.warm_s.min()) for own in self._kept]
         self._before_s = _longest_before(least_warm, self._edges)
-        self._least_stage = [self._stage_by_devices(range(k)) for k in range(len(self._kept))]
+        self._least_stage = [self._stage_by_devices(self._kept[:k]) for k in range(len(self._kept))]
         self._least_path_s = longest_path(least_warm, self._edges)
 
     def _extend(self, partial: _Partial, k: int) -> None:

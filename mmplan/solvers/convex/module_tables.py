@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints, NumberT
 from mmplan.program.schedules.interleaved_1f1b import largest_group
-from mmplan.solvers.convex.branch_and_bound import Options
+from mmplan.solvers.convex.branch_and_bound import Options, QuickOptions
 from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
 from mmplan.solvers.problem import Problem
@@ -69,16 +69,18 @@ class Shapes:
     gradient_bytes: Floats
     feeds: bool
 
-    def depth(self, group: Ints) -> Ints:
-        """[Q] micro-batches that it takes in before the first of them leaves backwards.
+    def depth(self, group: Ints, shape: Ints) -> Ints:
+        """[R] micro-batches that it takes in before the first of them leaves backwards.
 
         Interleaved, its first chunk takes in two groups, and for the stages after it, beyond
         what is linear in them, all but one of a third.
 
         Args:
-            group: [Q] micro-batches of the longest group.
+            group: [R] micro-batches of the longest group.
+            shape: [R] index of (pp, vpp).
         """
-        return np.where(self.vpp > 1, 2 * group + self.feeds * (group - 1), self.pp)
+        longer = 2 * group + self.feeds * (group - 1)
+        return np.where(self.vpp[shape] > 1, longer, self.pp[shape])
 
 
 def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int]]) -> Shapes:
@@ -132,6 +134,25 @@ TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackboneShape:
+    """What the options of a group have in common.
+
+    Attributes:
+        replicas: of the backbone, D.
+        microbatch: of the backbone, M.
+        steps: l.
+        fewest: micro-batches of the replica that has the fewest.
+        samples: of a step of the pipeline, D M; the batch where that is less.
+    """
+
+    replicas: int
+    microbatch: int
+    steps: int
+    fewest: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedOption:
     """One option, as degrees."""
 
@@ -147,16 +168,20 @@ class Table:
     """Options of a module, and what their rows mean.
 
     Attributes:
-        options: the core's columns.
+        options: the core's columns, the quick ones first.
         tp: index into the module's degrees of each row.
         shape: index of its (pp, vpp).
         dp: replicas.
     """
 
-    options: Options
+    options: QuickOptions
     tp: Ints
     shape: Ints
     dp: Ints
+
+
+# Replicas, and their largest micro-batch: columns of one length.
+Choices = tuple[Ints, Ints]
 
 
 class OptionRows(NamedTuple):
@@ -176,7 +201,7 @@ class OptionRows(NamedTuple):
     dp: Ints
     devices: Ints
 
-    def where(self, kept: NDArray[np.bool_]) -> OptionRows:
+    def where(self, kept: NDArray[np.bool_ | np.intp]) -> OptionRows:
         """Some of them."""
         return OptionRows(*(column[kept] for column in self))
 
@@ -193,6 +218,46 @@ class _SizeCosts(NamedTuple):
     basis: Floats
     backward: Floats
     activation: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """Bytes of the stages that can be each option's fullest, one option after the other.
+
+    Attributes:
+        stages: their bytes.
+        first: [R], where those of an option begin.
+        at: [P], option of each stage.
+        tp: [P], of the stage.
+        steps: [P], its micro-batches in a step.
+        each: [P], of a micro-batch.
+        ahead: [P], of those in flight in the module itself.
+        beside: [P], messages beside those in flight.
+    """
+
+    stages: StageBytes
+    first: Ints
+    at: Ints
+    tp: Ints
+    steps: Ints
+    each: Floats
+    ahead: Floats
+    beside: Floats
+
+    def free(self, dp_R: Ints, memory_bytes: float) -> Floats:
+        """[P], what is left of the memory beside parameters."""
+        return memory_bytes - self.stages.fixed_bytes(self.tp, dp_R[self.at]) - self.beside
+
+    def depth_limit(self, free: Floats) -> Ints:
+        """[R], most stages after the module; -1 where none."""
+        # Where nothing is held only the parameters count; all micro-batches are the most held.
+        after = np.where(
+            free * (1 + ROUNDING) >= self.each * self.steps,
+            UNLIMITED,
+            np.where(free < 0, -1.0, (free - self.ahead) / np.maximum(self.each, TINY) + ROUNDING),
+        )
+        least = np.minimum.reduceat(after, self.first) if len(self.first) else after
+        return np.clip(np.floor(least), -1, UNLIMITED).astype(np.int64)
 
 
 class ModuleTables:
@@ -247,42 +312,52 @@ class ModuleTables:
         tp, shape, b = np.nonzero(devices <= most)
         return OptionRows(tp, shape, b, dp_B[b], devices[tp, shape, b])
 
-    def table(
-        self,
-        dp_B: Ints,
-        size_B: Ints,
-        *,
-        steps: int,
-        fewest: int,
-        most: int,
-    ) -> Table:
-        """All options with given replicas and micro-batches.
+    def tables(
+        self, frames: Sequence[BackboneShape], choices: Sequence[Choices], most: int
+    ) -> list[Table]:
+        """All options in each of some groups.
 
         Args:
-            dp_B: replicas.
-            size_B: their largest micro-batch.
-            steps: micro-batches of a step.
-            fewest: of the replica that has the fewest.
+            frames: the groups.
+            choices: of each, the replicas and their largest micro-batch.
             most: devices that an option may take.
         """
-        shapes, rows = self.shapes, self.rows(dp_B, most)
-        stage, warm = self.times(rows, size_B, steps, dp_B=dp_B)
-        reduce = self.reduce_s(rows, size_B)
-        depth = shapes.depth(self._group(np.array([steps]), fewest)[:, 0])
-        depth_limit = at_rows(self.depth_limit(dp_B, size_B, steps, fewest), rows)
-        return Table(
-            options=Options(
-                devices=rows.devices,
-                warm_s=warm,
-                stage_s=stage,
-                reduce_s=reduce,
-                depth=depth[rows.shape],
-                depth_limit=depth_limit,
-            ),
-            tp=rows.tp,
-            shape=rows.shape,
-            dp=rows.dp,
-        )
+        at_B = np.repeat(np.arange(len(frames)), [len(dp) for dp, _ in choices])
+        dp_B, size_B = (np.concatenate(column) for column in zip(*choices, strict=True))
+        steps_B = np.array([frame.steps for frame in frames])[at_B]
+        fewest_B = np.array([frame.fewest for frame in frames])[at_B]
+        rows = self.rows(dp_B, most)
+        stage, warm = self.times(rows, size_B, steps_B[rows.b], dp_B=dp_B)
+
+        def complete(some: NDArray[np.intp]) -> Options:
+            chosen = rows.where(some)
+            steps, fewest = steps_B[chosen.b], fewest_B[chosen.b]
+            return Options(
+                devices=chosen.devices,
+                warm_s=warm[some],
+                stage_s=stage[some],
+                reduce_s=self.reduce_s(chosen, size_B),
+                depth=self.shapes.depth(self._group(chosen, steps, fewest), chosen.shape),
+                depth_limit=self.depth_limit(chosen, size_B, steps, fewest),
+            )
+
+        own = at_B[rows.b]
+        order = np.argsort(own, kind="stable")
+        stops = np.searchsorted(own[order], np.arange(1, len(frames)))
+        return [
+            Table(
+                options=QuickOptions(
+                    devices=rows.devices[r],
+                    warm_s=warm[r],
+                    stage_s=stage[r],
+                    complete=lambda some, r=r: complete(r[some]),
+                ),
+                tp=rows.tp[r],
+                shape=rows.shape[r],
+                dp=rows.dp[r],
+            )
+            for r in np.split(order, stops)
+        ]
 
     def pick(self, table: Table, row: int) -> SelectedOption:
         """The degrees of a row."""
@@ -330,19 +405,19 @@ class ModuleTables:
 
     def basis(self, size_B: Ints) -> Floats:
         """[T, 8, B]: what the columns of a stage's seconds are multiplied by."""
-        return self._of_sizes(size_B).basis
+        costs, place = self._of_sizes(size_B)
+        return costs.basis[..., place]
 
-    def _of_sizes(self, size_B: Ints) -> _SizeCosts:
-        """Small sizes are computed once."""
-        if len(size_B) and int(size_B.max()) <= REMEMBERED:
-            if self._remembered is None:
-                sizes = np.arange(1, REMEMBERED + 1)
-                self._remembered = self._at(sizes)
-            return _SizeCosts._make(each[..., size_B - 1] for each in self._remembered)
-        return self._at(size_B)
+    def _of_sizes(self, size_B: Ints) -> tuple[_SizeCosts, Ints]:
+        """Costs of many sizes, and the places of these among them; small ones are computed once."""
+        if not len(size_B) or int(size_B.max()) > REMEMBERED:
+            return self._at(size_B), np.arange(len(size_B))
+        if self._remembered is None:
+            self._remembered = self._at(np.arange(1, REMEMBERED + 1))
+        return self._remembered, size_B - 1
 
     def _at(self, size_B: Ints, dp_B: Ints | None = None) -> _SizeCosts:
-        """As :meth:`_of_sizes`, of the busiest of so many replicas."""
+        """Costs of some sizes, of the busiest of so many replicas."""
         each = [self.costs.seconds(tp, size_B, dp_B) for tp in self.tps]
         ones, sizes = np.ones(len(size_B)), size_B.astype(np.float64)
         links = [ones, sizes, ones, sizes]
@@ -374,7 +449,10 @@ class ModuleTables:
         shapes = self.shapes
         if not shapes.gradient_bytes.any():
             return np.zeros(len(rows.dp))
-        backward_s = shapes.total[:, :INNER] @ self._of_sizes(size_B).backward
+        costs, place = self._of_sizes(size_B)
+        b = rows.b if len(size_B) > 1 else np.zeros_like(rows.b)
+        each = costs.backward[rows.tp, :, place[b]]
+        backward_s = (shapes.total[rows.shape, :INNER] * each).sum(axis=1)
         tp, pp = self._tp[rows.tp, 0, 0], shapes.pp[rows.shape]
         return reduction_s(
             self.problem.request.cluster,
@@ -382,107 +460,122 @@ class ModuleTables:
             pp=pp,
             dp=rows.dp,
             num_bytes=shapes.gradient_bytes[rows.shape] / tp,
-            backward_s=at_rows(backward_s, rows) / (pp * shapes.vpp[rows.shape]),
+            backward_s=backward_s / (pp * shapes.vpp[rows.shape]),
         )
 
     # --- bytes --------------------------------------------------------------------------
 
     def depth_limit(
-        self,
-        dp_B: Ints,
-        size_B: Ints,
-        steps: int | Ints,
-        fewest: int | Ints | None = None,
+        self, rows: OptionRows, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
     ) -> Ints:
-        """[T, Q, B]: most stages after the module that its memory allows; -1 where none.
+        """[R]: most stages after the module that its memory allows; -1 where none.
 
         Args:
-            dp_B: replicas.
+            rows: options.
             size_B: micro-batches; one where they are all alike.
-            steps: their number in a step: of all B, or [B].
+            steps: their number in a step: of all rows, or [R].
             fewest: of the replica that has the fewest.
         """
-        memory_bytes = self.problem.memory_bytes
-        free, each, ahead = self._bytes(dp_B, size_B, steps, memory_bytes, fewest)
-        # Where nothing is held only the parameters count; all micro-batches are the most held.
-        after = np.where(
-            free * (1 + ROUNDING) >= each * steps,
-            UNLIMITED,
-            np.where(free < 0, -1.0, (free - ahead) / np.maximum(each, TINY) + ROUNDING),
-        )
-        least = np.minimum.reduceat(after, self.shapes.first, axis=1)
-        return np.clip(np.floor(least), -1, UNLIMITED).astype(np.int64)
+        held = self._held(rows, size_B, steps, fewest)
+        return held.depth_limit(held.free(rows.dp, self.problem.memory_bytes))
 
     def needed_bytes(self, dp: int, size: int, steps: int, after: int) -> float:
         """The least bytes of the fullest device with ``after`` stages after the module."""
-        free, each, ahead = self._bytes(np.array([dp]), np.array([size]), steps, 0.0)
-        needed = np.minimum(ahead + each * after, each * steps) - free
-        return float(np.maximum.reduceat(needed, self.shapes.first, axis=1).min())
+        rows = self.rows(np.array([dp]), UNLIMITED)
+        held = self._held(rows, np.array([size]), steps)
+        active = np.minimum(held.ahead + held.each * after, held.each * steps)
+        return float(np.maximum.reduceat(active - held.free(rows.dp, 0.0), held.first).min())
 
-    def _bytes(
-        self,
-        dp_B: Ints,
-        size_B: Ints,
-        steps: int | Ints,
-        memory_bytes: float,
-        fewest: int | Ints | None = None,
-    ) -> tuple[Floats, Floats, Floats]:
-        """[T, K, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        own, tp = self._bytes_of_stages, self._tp
-        activation = self._of_sizes(size_B).activation[:, None]
+    def _held(
+        self, rows: OptionRows, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
+    ) -> _Held:
+        first = self.shapes.first
+        number_R = np.diff(first, append=len(self.shapes.bytes))[rows.shape]
+        first_R = np.cumsum(number_R) - number_R
+        at = np.repeat(np.arange(len(number_R)), number_R)
+        stages = self._bytes_of_stages.of(np.arange(len(at)) - (first_R - first[rows.shape])[at])
+        b = rows.b if len(size_B) > 1 else np.zeros_like(rows.b)
+        costs, place = self._of_sizes(size_B)
+        activation = costs.activation[rows.tp, place[b]][at]
+        steps_R = np.broadcast_to(steps, rows.dp.shape)
+        tp, size, steps_P = self._tp[rows.tp, 0, 0][at], size_B[b][at], steps_R[at]
         each, ahead = (
-            own.held_bytes(tp, size_B, activation, first=first) for first in (HELD, HELD_AHEAD)
+            stages.held_bytes(tp, size, activation, first=column) for column in (HELD, HELD_AHEAD)
         )
         if self._interleaved:
-            group = self._group(np.reshape(steps, -1), fewest)
-            longer = group - self.shapes.pp[:, None]
-            number = np.diff(self.shapes.first, append=len(self.shapes.bytes))
-            added = own.held_bytes(tp, size_B, activation, first=HELD_LONGER)
-            ahead = ahead + np.repeat(longer, number, axis=0) * added
-        taken = own.fixed_bytes(tp, dp_B) + own.bytes_beside(size_B, steps)
-        return memory_bytes - taken, each, ahead
+            longer = self._group(rows, steps_R, fewest) - self.shapes.pp[rows.shape]
+            ahead = ahead + longer[at] * stages.held_bytes(tp, size, activation, first=HELD_LONGER)
+        return _Held(
+            stages=stages,
+            first=first_R,
+            at=at,
+            tp=tp,
+            steps=steps_P,
+            each=each,
+            ahead=ahead,
+            beside=stages.bytes_beside(size, steps_P),
+        )
 
-    def _group(self, steps_B: Ints, fewest: int | Ints | None) -> Ints:
-        """[Q, B] the longest group of any replica; one may have a micro-batch less."""
-        pp = self.shapes.pp[:, None]
+    def _group(self, rows: OptionRows, steps_R: Ints, fewest: int | Ints | None) -> Ints:
+        """[R] the longest group of any replica; one may have a micro-batch less."""
+        pp = self.shapes.pp[rows.shape]
         return np.maximum(
-            largest_group(steps_B, pp), largest_group(steps_B if fewest is None else fewest, pp)
+            largest_group(steps_R, pp), largest_group(steps_R if fewest is None else fewest, pp)
         )
 
     # --- replicas -----------------------------------------------------------------------
 
-    def replicas(self, samples: int, steps: int, devices: int) -> tuple[Ints, Ints]:
-        """(dp, micro-batch size) worth trying for the samples of one step of the pipeline.
+    def replicas(self, frames: Sequence[BackboneShape], devices: int) -> list[Choices]:
+        """(dp, micro-batch size) worth trying for the samples of one step of each group.
 
         Of the numbers that leave the slowest replica the same micro-batch the smallest is
         kept; under ZeRO-1 also those where more fits.
         """
-        most = min(samples, devices // min(self.tps))
+        most = [min(frame.samples, devices // min(self.tps)) for frame in frames]
         if self.pins.dp is not None:
-            dp = np.array(
-                [n for n in range(1, most + 1) if self.pins.allows("dp", n)], dtype=np.int64
-            )
+            allowed = [n for n in range(1, max(most) + 1) if self.pins.allows("dp", n)]
+            found = [np.array(allowed, dtype=np.int64) for _ in frames]
         else:
-            dp = smallest_divisors(samples)
-            dp = dp[dp <= most]
-            if self.problem.zero_of(self.module):
-                dp = self._with_less_state(dp, samples, most, steps, devices)
-        size = -(-samples // np.maximum(dp, 1))
-        if self.pins.microbatch is not None:
-            keep = np.array([self.pins.allows("microbatch", int(b)) for b in size], dtype=np.bool_)
-            dp, size = dp[keep], size[keep]
-        return dp, size
+            found = [smallest_divisors(frame.samples) for frame in frames]
+        found = [dp[dp <= number] for dp, number in zip(found, most, strict=True)]
+        if self.pins.dp is None and self.problem.zero_of(self.module):
+            found = self._with_less_state(found, frames, most, devices)
+        sizes = [
+            -(-frame.samples // np.maximum(dp, 1)) for frame, dp in zip(frames, found, strict=True)
+        ]
+        choices = list(zip(found, sizes, strict=True))
+        if self.pins.microbatch is None:
+            return choices
+        kept = [[self.pins.allows("microbatch", int(b)) for b in size] for size in sizes]
+        masks = [np.array(own, dtype=np.bool_) for own in kept]
+        return [(dp[m], size[m]) for (dp, size), m in zip(choices, masks, strict=True)]
 
-    def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int, devices: int) -> Ints:
+    def _with_less_state(
+        self,
+        found: Sequence[Ints],
+        frames: Sequence[BackboneShape],
+        most: Sequence[int],
+        devices: int,
+    ) -> list[Ints]:
         """These numbers, and those up to the next one where more of some option fits."""
-        last = np.append(dp[1:] - 1, most) if len(dp) else dp
-        first, last = dp[last > dp], last[last > dp]
-        size = -(-samples // first)
-        fits = self._tp * self.shapes.pp[:, None] * first <= devices
-        low, high = (self.depth_limit(each, size, steps) for each in (first, last))
-        grows = (fits & (low != high)).any(axis=(0, 1))
-        extra = [np.arange(a, b + 1) for a, b in zip(first[grows], last[grows], strict=True)]
-        return np.unique(np.concatenate([dp, *extra]))
+        lasts = [
+            np.append(dp[1:] - 1, number) if len(dp) else dp
+            for dp, number in zip(found, most, strict=True)
+        ]
+        at_B = np.repeat(np.arange(len(frames)), list(map(len, found)))
+        first, last = np.concatenate(found), np.concatenate(lasts)
+        between = last > first
+        at_B, first, last = at_B[between], first[between], last[between]
+        samples, steps = np.array([(frame.samples, frame.steps) for frame in frames])[at_B].T
+        rows, size = self.rows(first, devices), -(-samples // first)
+        held = self._held(rows, size, steps[rows.b])
+        low, high = (held.free(dp[rows.b], self.problem.memory_bytes) for dp in (first, last))
+        changes = held.depth_limit(low) != held.depth_limit(high)
+        grows = np.bincount(rows.b, changes, len(first)) > 0
+        extra: list[list[Ints]] = [[] for _ in frames]
+        for at, a, b in zip(at_B[grows], first[grows], last[grows], strict=True):
+            extra[at].append(np.arange(a, b + 1))
+        return [np.unique(np.concatenate([dp, *own])) for dp, own in zip(found, extra, strict=True)]
 
 
 def at_rows(value: NDArray[NumberT], rows: OptionRows) -> NDArray[NumberT]:
