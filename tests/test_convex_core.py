@@ -12,6 +12,7 @@ import pytest
 from mmplan.solvers.convex.branch_and_bound import (
     Group,
     Options,
+    QuickOptions,
     best_plans,
     plan_value,
 )
