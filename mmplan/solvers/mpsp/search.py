@@ -16,12 +16,11 @@ from mmplan.solvers.search_budget import SearchBudget
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
 # Share of the budget for bi-point schedules.
-_PORTFOLIO_SHARE = 0.1
+_PORTFOLIO_SHARE = 0.03
 # Share of the budget for fluid schedules.
 _FLUID_SHARE = 0.5
-# Initial schedules that are annealed before the best one is chosen.
-_TRIALS = 3
-# Share of what the initial schedules leave for each of these.
+# Share of what the initial schedules leave for annealing the best of them: annealing it twice
+# finds shorter ones than annealing it once.
 _TRIAL_SHARE = 0.1
 # The same for the best schedule without cuts. The best schedule of all has what remains.
 _UNCUT_SHARE = 0.1
@@ -30,7 +29,7 @@ _UNCUT_SOURCES = 40
 # Factors of the times that chains should take in bi-point schedules.
 _SPAN_FACTORS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
 # Annealing at its start accepts a schedule that is worse by this share with probability 1/e.
-_HOT = 0.003
+_HOT = 0.0015
 # The same share at its end.
 _COLD = 0.0001
 # Annealing goes back to the best schedule after so many moves without a better one.
@@ -46,14 +45,14 @@ _MANY_COUNTS = 20
 # Segments of a chain at most: cuts move activations.
 _MAX_SEGMENTS = 4
 # Seconds of a quiet core. A segment decoded, and a move of the annealing beside that.
-_SEGMENT_S = 2e-6
-_MOVE_S = 2.5e-5
+_SEGMENT_S = 1.5e-6
+_MOVE_S = 1.9e-5
 # An initial schedule, for each chain and each of its counts.
-_CHAIN_S = 1.5e-5
-_COUNT_S = 5e-7
+_CHAIN_S = 1.1e-5
+_COUNT_S = 4e-7
 # A fluid schedule, for each chain and each pair of them.
-_FLUID_CHAIN_S = 5e-5
-_FLUID_PAIR_S = 5e-6
+_FLUID_CHAIN_S = 4e-5
+_FLUID_PAIR_S = 4e-6
 
 
 def find_schedules(
@@ -124,11 +123,9 @@ def _search(
     starts = [min(own, key=_cost) for own in pools if own] + [uncut]
     left_s = budget.left_s
     annealing = _Annealing(evaluator, rng, bound_s)
-    trials = sorted(starts, key=_cost)[:_TRIALS]
-    each_s = left_s * _TRIAL_SHARE
-    trials = [annealing.run(rated, budget.part(each_s), _MOVES) for rated in trials]
+    trial = annealing.run(min(starts, key=_cost), budget.part(left_s * _TRIAL_SHARE), _MOVES)
     uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
-    best = min((*starts, *trials, uncut), key=_cost)
+    best = min(trial, uncut, key=_cost)
     best = annealing.run(best, budget, _MOVES)
     return best.schedule, uncut.schedule
 
