@@ -19,6 +19,8 @@ from mmplan.solvers.search_budget import SearchBudget
 # Forwards that a unit may run ahead of its consumer's need; chosen by hand.
 _MOST_LEAD = 3
 _MOST_SYNC_LEAD = 2
+# What a layout runs otherwise than another one on the same devices.
+Tuning = tuple[str, object]
 # Estimates are paid for too: seconds of a quiet core.
 ESTIMATE_S = 5e-5
 
@@ -38,9 +40,11 @@ class LayoutChanges:
         self._free_backwards = [
             space.pins(index).split_backward == "auto" for index in range(len(space.modules))
         ]
-        self._has_rounds = any(
-            problem.task.sync_batches and problem.rounds > 1 for _, problem, _ in space.modules
-        )
+        self._with_rounds = [
+            index
+            for index, (_, problem, _) in enumerate(space.modules)
+            if problem.task.sync_batches and problem.rounds > 1
+        ]
 
     def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """Layouts one change away that the devices and the workload's pins allow."""
@@ -193,6 +197,7 @@ class LayoutChanges:
             kind=kind,
             lead=choice.lead,
             offset=choice.offset,
+            sync_lead=choice.sync_lead,
             items=items,
         )
         return None if changed == choice else changed
@@ -291,26 +296,44 @@ class LayoutChanges:
                     changed[index] = other
             yield nested.with_choices(changed)
 
-    def tuned(self, layout: PlanLayout) -> Iterator[PlanLayout]:
-        """The same degrees and sizes on the same devices, run in another way."""
-        yield from self._cut_less(layout)
+    def tuned(self, layout: PlanLayout) -> Iterator[tuple[Tuning, PlanLayout]]:
+        """The same degrees and sizes on the same devices, run in another way; what is other."""
+        for other in self._cut_less(layout):
+            yield ("zero", other.zero), other
         # Its sums may take less time, whatever the memory.
         if (further := min(layout.zero) + 1) <= self._estimates.most_zero(layout):
-            yield layout.cut_further(further)
-        yield from self._other_backwards(layout)
-        if self._has_rounds:
-            yield from (replace(layout, sync_lead=lead) for lead in range(_MOST_SYNC_LEAD + 1))
+            yield ("zero", further), layout.cut_further(further)
+        for other in self._other_backwards(layout):
+            yield ("backwards", other.backwards), other
+        yield from self._other_sync_leads(layout)
         if any(len(group) > 1 for group in layout.groups):
-            yield from (replace(layout, rule=rule) for rule in get_args(OrderRule))
-        yield from (replace(layout, in_turn=turns) for turns in self._other_turns(layout))
+            for rule in get_args(OrderRule):
+                yield ("rule", rule), replace(layout, rule=rule)
+        for turns in self._other_turns(layout):
+            yield ("in_turn", turns), replace(layout, in_turn=turns)
         ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
         for lead in range(1, _MOST_LEAD + 1):
-            yield layout.with_choices({i: replace(layout.choices[i], lead=lead) for i in ahead})
+            every = {i: replace(layout.choices[i], lead=lead) for i in ahead}
+            yield ("leads", lead), layout.with_choices(every)
         for index in ahead:
             choice = layout.choices[index]
             for lead in (choice.lead - 1, choice.lead + 1):
                 if 0 <= lead <= _MOST_LEAD:
-                    yield layout.with_choices({index: replace(choice, lead=lead)})
+                    other = layout.with_choices({index: replace(choice, lead=lead)})
+                    yield ("lead", (index, lead)), other
+
+    def _other_sync_leads(self, layout: PlanLayout) -> Iterator[tuple[Tuning, PlanLayout]]:
+        """Of all units with several rounds, or of one: each holds another round's activations."""
+        for lead in range(_MOST_SYNC_LEAD + 1):
+            every = {i: replace(layout.choices[i], sync_lead=lead) for i in self._with_rounds}
+            if every:
+                yield ("sync_leads", lead), layout.with_choices(every)
+        for index in self._with_rounds:
+            choice = layout.choices[index]
+            for lead in (choice.sync_lead - 1, choice.sync_lead + 1):
+                if 0 <= lead <= _MOST_SYNC_LEAD:
+                    other = layout.with_choices({index: replace(choice, sync_lead=lead)})
+                    yield ("sync_lead", (index, lead)), other
 
     def _other_turns(self, layout: PlanLayout) -> Iterator[tuple[str, ...]]:
         """All tasks at once or in turn, in another order: sums of the last one's hide least."""

@@ -23,6 +23,8 @@ class UnitChoice:
 
     Attributes:
         size: samples of its largest micro-batch.
+        lead: forwards that its stages run ahead.
+        sync_lead: forwards between the start and the end of a batch-sync.
         offset: devices of its group before its first.
         items: the ranks of a tensor-parallel group share out the items of samples.
         kept: the unit of a start whose blocks and micro-batches these are; None where they follow
@@ -37,6 +39,7 @@ class UnitChoice:
     kind: ScheduleKind
     lead: int
     offset: int = 0
+    sync_lead: int = 0
     items: bool = False
     kept: Unit | None = field(default=None, compare=False)
 
@@ -71,7 +74,6 @@ class PlanLayout:
         zero: ZeRO stage of each unit; one for all that use the same parameters.
         backwards: whole, split, or split with as many micro-batches on all stages, where the
             workload leaves it to the plan.
-        sync_lead: forwards between the start and the end of a batch-sync.
         rule: of the order on shared devices.
         in_turn: tasks that run one after another.
     """
@@ -80,7 +82,6 @@ class PlanLayout:
     groups: tuple[tuple[int, ...], ...]
     zero: tuple[int, ...]
     backwards: Backwards = "fused"
-    sync_lead: int = 0
     rule: OrderRule = "backward-first"
     in_turn: tuple[str, ...] = ()
 
@@ -180,6 +181,7 @@ class LayoutSpace:
             kind=kind,
             lead=unit.schedule.lead,
             offset=min(unit.all_ranks) - first,
+            sync_lead=unit.schedule.sync_lead,
             items=unit.items,
             kept=unit,
         )
@@ -230,7 +232,7 @@ class LayoutSpace:
         schedule = Schedule(
             kind=choice.kind,
             lead=choice.lead,
-            sync_lead=layout.sync_lead if choice.kind == "batch-sync" else 0,
+            sync_lead=choice.sync_lead if choice.kind == "batch-sync" else 0,
             split_backward=splits,
             even_in_flight=splits and layout.backwards == "even",
         )

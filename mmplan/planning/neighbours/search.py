@@ -17,12 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from mmplan.planning.measured_trials import rounded
-from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges
+from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges, Tuning
 from mmplan.planning.neighbours.estimates import MOST_ZERO, LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.planning.unit_schedules import SHORTER
@@ -37,6 +38,8 @@ _STARTS = 3
 _NEAR = 1.02
 # Pairs of changes are looked at once this many layouts in a row gained nothing.
 _PATIENCE = 12
+# What left the step of so many layouts in a row as it was is not tried again.
+_TRIED_TWICE = 2
 # The search ends after so many layouts in a row that gained nothing.
 _GIVE_UP = 100
 # On shared devices changes are tried in this order at the end, with this share of the budget.
@@ -97,6 +100,10 @@ class NeighbourSearch:
         # estimated; by :func:`_held_by` that by which plans held more.
         self._factors: dict[tuple[object, ...], float] = {}
         self._byte_factors: dict[tuple[object, ...], float] = {}
+        # How a layout runs otherwise than that from which it was made, and how often in a row that
+        # left the step as it was.
+        self._tunings: dict[PlanLayout, Tuning] = {}
+        self._in_vain: Counter[Tuning] = Counter()
         # Of equal estimates the first is tried first.
         self._numbers = itertools.count()
         # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
@@ -138,6 +145,9 @@ class NeighbourSearch:
             if not self._heap or not self._goes_on(in_vain):
                 break
             expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
+            tuning = self._tunings.get(layout)
+            if tuning and self._in_vain[tuning] >= _TRIED_TWICE:
+                continue
             learnt = self._factor(layout)
             if learnt > factor:
                 estimate_s = expected_s / factor
@@ -171,6 +181,9 @@ class NeighbourSearch:
                 around, best_layout, in_vain = layout, layout, 0
                 slack -= changed
             step_s = rounded(plan.predicted.iteration_s)
+            if tuning:
+                is_same = step_s == rounded(limit_s)
+                self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
             if step_s == rounded(best_s):
                 slack |= changed
             is_near = step_s <= _NEAR * self._best_s
@@ -204,7 +217,8 @@ class NeighbourSearch:
 
     def _eager(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """Changes in another order: what is good about them may not be seen in the usual one."""
-        for other in (layout, *self._changes.neighbours(layout)):
+        tuned = (other for _, other in self._changes.tuned(layout))
+        for other in (layout, *tuned, *self._changes.neighbours(layout)):
             if any(len(group) > 1 for group in other.groups):
                 yield replace(other, rule=_EAGER)
 
@@ -268,7 +282,11 @@ class NeighbourSearch:
         """Try what is one change away: leads that gain nothing lead nowhere."""
         self._expanded.add(rounded(plan.predicted.iteration_s))
         self._push(self._changes.neighbours(layout), layout, plan, start, math.inf)
-        self._push(self._changes.tuned(layout), layout, plan, start, plan.predicted.iteration_s)
+        tuned = dict[PlanLayout, Tuning]()
+        for tuning, other in self._changes.tuned(layout):
+            tuned.setdefault(other, tuning)
+        self._tunings |= tuned
+        self._push(tuned, layout, plan, start, plan.predicted.iteration_s)
 
     def _push(
         self,
@@ -376,7 +394,7 @@ def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
     """What estimates are corrected by: all degrees, and each unit's choice, whatever its lead."""
     yield layout.backwards, layout.rule, layout.in_turn, *_degrees_of(layout)
     for index, choice in enumerate(layout.choices):
-        yield layout.backwards, index, *_runs(choice)
+        yield layout.backwards, layout.rule, index, *_runs(choice)
 
 
 def _merit(plan: Plan) -> tuple[float, int]:
