@@ -153,16 +153,16 @@ class NeighbourSearch:
                 estimate_s = expected_s / factor
                 self._add(layout, learnt * estimate_s, limit_s, start, learnt)
                 continue
-            needed = self._needed(layout)
-            if needed > self._memory_bytes:
-                self._cut_further(layout, needed, expected_s, limit_s, start)
-                continue
             best_s = self._best_s
             if self._estimates.busiest_s(layout) >= best_s:
                 continue
             changed = _changed(best_layout, layout) if best_layout else set[int]()
-            if expected_s < best_s and changed and changed <= slack:
+            if expected_s < rounded(best_s) and changed and changed <= slack:
                 self._add(layout, best_s, limit_s, start, factor)
+                continue
+            needed = self._needed(layout)
+            if needed > self._memory_bytes:
+                self._cut_further(layout, needed, expected_s, limit_s, start)
                 continue
             candidate = self._candidate(layout)
             if candidate is None:
