@@ -21,6 +21,10 @@ _MOST_LEAD = 3
 _MOST_SYNC_LEAD = 2
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
+# Uniform layouts: parts of the devices, micro-batches of a unit, and choices kept of a group.
+_EIGHTHS = 8
+_UNIFORM_COUNTS = (1, 2, 4, 8, 16, 64)
+_UNIFORM_KEPT = 4
 # Estimates are paid for too: seconds of a quiet core.
 ESTIMATE_S = 5e-5
 
@@ -462,6 +466,82 @@ class LayoutChanges:
                 layout = self._smaller(whole.cut_further(least_zero), budget)
                 if self._space.units_of(layout):
                     yield layout
+
+    def uniform(self, budget: SearchBudget) -> Iterator[PlanLayout]:
+        """Units in one or two groups, each with one tp and pp on a whole number of eighths.
+
+        Units with the same parameters are in one group. Of a group on so many devices those
+        choices are taken that take least, and others that hold less.
+        """
+        owners, devices = self._space.owners, self._request.devices
+        names = list(dict.fromkeys(owners))
+        everything = tuple(range(len(owners)))
+        parts = [(everything,)]
+        for number in range(1, len(names)):
+            for own in itertools.combinations(names[1:], number):
+                sides = [tuple(i for i in everything if (owners[i] in own) == s) for s in (0, 1)]
+                parts.append((sides[0], sides[1]))
+        shares = sorted({devices * eighth // _EIGHTHS for eighth in range(1, _EIGHTHS)} - {0})
+        found: dict[tuple[tuple[int, ...], int], list[dict[int, UnitChoice]]] = {}
+        for groups in parts:
+            splits = [(devices,)] if len(groups) == 1 else [(n, devices - n) for n in shares]
+            for split in splits:
+                each: list[list[dict[int, UnitChoice]]] = []
+                for key in zip(groups, split, strict=True):
+                    if key not in found and not budget.is_over:
+                        found[key] = self._uniform_group(*key, budget)
+                    each.append(found.get(key, []))
+                for chosen in itertools.product(*each):
+                    own = {i: choice for group in chosen for i, choice in group.items()}
+                    layout = PlanLayout(
+                        choices=tuple(own[i] for i in everything),
+                        groups=tuple(sorted(groups)),
+                        zero=self._space.least_zero,
+                    )
+                    for turns in self._other_turns(layout) if len(self._request.tasks) > 1 else [()]:
+                        yield self.with_usual_leads(replace(layout, in_turn=turns))
+
+    def _uniform_group(
+        self, group: tuple[int, ...], devices: int, budget: SearchBudget
+    ) -> list[dict[int, UnitChoice]]:
+        """The choices of a group's units that take least, and others that hold less."""
+        ranked: list[tuple[float, int, dict[int, UnitChoice]]] = []
+        blocks = min(problem.blocks(m) for _, problem, m in (self._space.modules[i] for i in group))
+        for tp in self._degrees_of(group):
+            pp = 1
+            while tp * pp <= devices and pp <= blocks:
+                for count in _UNIFORM_COUNTS:
+                    own = {i: self._uniform_choice(i, tp, pp, devices, count) for i in group}
+                    chosen = {i: choice for i, choice in own.items() if choice is not None}
+                    if len(chosen) == len(group):
+                        budget.spend(ESTIMATE_S)
+                        about_s = self._estimates.group_s(tuple(chosen.items()))
+                        ranked.append((about_s, len(ranked), chosen))
+                pp *= 2
+        ranked.sort(key=lambda item: item[:2])
+        found: list[dict[int, UnitChoice]] = []
+        least_bytes = math.inf
+        for _, _, chosen in ranked:
+            if len(found) == _UNIFORM_KEPT or budget.is_over:
+                break
+            budget.spend(ESTIMATE_S)
+            held = self._estimates.least_group_bytes(tuple(chosen.items()))
+            # What takes longer has to hold less.
+            if held < min(least_bytes, self._request.cluster.device.memory_bytes):
+                found.append(chosen)
+                least_bytes = held
+        return found
+
+    def _uniform_choice(
+        self, index: int, tp: int, pp: int, devices: int, count: int
+    ) -> UnitChoice | None:
+        """A unit on so many devices with so many micro-batches."""
+        problem = self._space.modules[index][1]
+        kind = "batch-sync" if problem.task.sync_batches else "1f1b"
+        none = UnitChoice(tp=0, pp=0, vpp=1, dp=0, size=0, kind=kind, lead=1)
+        dp = min(devices // (tp * pp), problem.round_samples)
+        share = -(-problem.round_samples // dp)
+        return self._with(index, none, tp=tp, pp=pp, dp=dp, size=-(-share // min(count, share)))
 
     def _smaller(self, layout: PlanLayout, budget: SearchBudget) -> PlanLayout:
         """Changed unit by unit, where that holds less, until it fits the memory."""

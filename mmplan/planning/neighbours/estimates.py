@@ -125,6 +125,13 @@ class LayoutEstimates:
         """Seconds of the computes of the device that has most of them."""
         return max(self._busy_s(layout, group) for group in layout.groups)
 
+    def group_s(self, units: tuple[tuple[int, UnitChoice], ...]) -> float:
+        """Of a group beside no others: its busiest device, ramps, and sums of gradients."""
+        own = [self.cost(*unit) for unit in units]
+        sums_s = max(self._sum_s(index, choice, choice.copies) for index, choice in units)
+        ramps_s = sum(cost.through_s - cost.slot_s for cost in own)
+        return self._group_busy_s(units) + ramps_s + sums_s
+
     def _busy_s(self, layout: PlanLayout, group: Sequence[int]) -> float:
         return self._group_busy_s(tuple((index, layout.choices[index]) for index in group))
 
@@ -313,6 +320,10 @@ class LayoutEstimates:
         ahead = self._ahead(layout)
         units = [(i, own, min(zero[i], most), ahead[i]) for i, own in enumerate(layout.choices)]
         return max(self._group_bytes(tuple(units[i] for i in group)) for group in layout.groups)
+
+    def least_group_bytes(self, units: tuple[tuple[int, UnitChoice], ...]) -> float:
+        """What a group's fullest device holds beside no others, under ZeRO-3."""
+        return self._group_bytes(tuple((index, own, MOST_ZERO, 1) for index, own in units))
 
     def _ahead(self, layout: PlanLayout) -> list[int]:
         """Of each unit, micro-batches whose forwards come before its last stage's first backward.

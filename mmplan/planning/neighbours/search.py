@@ -45,6 +45,8 @@ _GIVE_UP = 100
 # On shared devices changes are tried in this order at the end, with this share of the budget.
 _EAGER: OrderRule = "forward-first"
 _EAGER_SHARE = 0.2
+# Uniform layouts from which the search starts beside these.
+_UNIFORM = 6
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
@@ -124,6 +126,9 @@ class NeighbourSearch:
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
         self._best_s = best.plan.predicted.iteration_s
         first = self._begin(starts)
+        if first is not None:
+            others = self._uniform(starts[0].training.zero)
+            self._push(others, first, starts[0], starts[0], self._best_s)
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
         best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
@@ -221,6 +226,22 @@ class NeighbourSearch:
         for other in (layout, *tuned, *self._changes.neighbours(layout)):
             if any(len(group) > 1 for group in other.groups):
                 yield replace(other, rule=_EAGER)
+
+    def _uniform(self, least_zero: int) -> list[PlanLayout]:
+        """The few that promise most of those that fit: no start is near them."""
+        budget = self._small_budget()
+        estimated: list[tuple[float, int, PlanLayout]] = []
+        for layout in self._changes.uniform(budget):
+            if budget.is_over:
+                break
+            for zero in range(least_zero, self._estimates.most_zero(layout) + 1):
+                further = layout.cut_further(zero)
+                budget.spend(ESTIMATE_S)
+                if self._estimates.least_bytes(further) <= self._memory_bytes:
+                    estimate_s = self._estimates.estimate_s(further)
+                    estimated.append((estimate_s, len(estimated), further))
+                    break
+        return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, estimated)]
 
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""
