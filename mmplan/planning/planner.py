@@ -29,7 +29,7 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
-from mmplan.planning.neighbours.search import NeighbourSearch
+from mmplan.planning.neighbours.search import UNIFORM_SHARE, NeighbourSearch
 from mmplan.planning.order_search import order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.planning.refinement import NEIGHBOURS, Refinement, of_neighbours
@@ -384,13 +384,15 @@ class _PlanSearch:
 
         Args:
             plans: simulated.
-            budget_s: seconds of a quiet core for simulating changes.
+            budget_s: seconds of a quiet core for simulating changes of these; plans that are
+                unlike all of them have their share beside it.
         """
         ranked = sorted(plans, key=merit)
         first = ranked[0].plan
         least_s = lower_bound(first, self._request.costs).seconds
         solution = of_neighbours(least_s)
-        search = self._neighbour_search(solution, len(plans), budget_s=budget_s)
+        all_s = budget_s / (1 - UNIFORM_SHARE)
+        search = self._neighbour_search(solution, len(plans), budget_s=all_s)
         found = search.run([item.plan for item in ranked])
         gain = 1 - found.plan.predicted.iteration_s / first.predicted.iteration_s
         self._neighbours = NeighbourReport(evaluations=found.evaluations, gain=gain)

@@ -498,7 +498,9 @@ class LayoutChanges:
                         groups=tuple(sorted(groups)),
                         zero=self._space.least_zero,
                     )
-                    for turns in self._other_turns(layout) if len(self._request.tasks) > 1 else [()]:
+                    for turns in (
+                        self._other_turns(layout) if len(self._request.tasks) > 1 else [()]
+                    ):
                         yield self.with_usual_leads(replace(layout, in_turn=turns))
 
     def _uniform_group(

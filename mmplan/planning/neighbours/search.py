@@ -45,8 +45,8 @@ _GIVE_UP = 100
 # On shared devices changes are tried in this order at the end, with this share of the budget.
 _EAGER: OrderRule = "forward-first"
 _EAGER_SHARE = 0.2
-# Uniform layouts from which the search starts beside these.
-_UNIFORM = 6
+# Uniform layouts that are tried, and the share of the budget for these and changes of the best.
+_UNIFORM, UNIFORM_SHARE = 6, 0.3
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
@@ -112,30 +112,42 @@ class NeighbourSearch:
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
         self._evaluations = 0
-        # The step of the best plan.
-        self._best_s = math.inf
+        # The step of the best plan, and what is left of the budget to a search after this one.
+        self._best_s, self._until_s = math.inf, 0.0
         # No trial is begun for which too little is left.
-        self._longest_s = trial_s
+        self._longest_s = self._trial_s = trial_s
 
     def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.
 
+        No change leads from the starts to some uniform layouts. Where one of these is better than
+        all that was found, a second search goes on from it, with the rest of the budget.
+
         Args:
             starts: simulated, best first; one at least.
         """
+        first_s = (1 - UNIFORM_SHARE) * self._budget.left_s
+        uniform = self._best_uniform(starts[0].training.zero)
+        found = self._from(starts, self._budget.left_s - first_s)
+        if uniform is not None and _merit(uniform.plan) < _merit(found.plan):
+            self._forget()
+            other = self._from([uniform.plan], 0.0)
+            found = replace(uniform if other.candidate is None else other, start=starts[0])
+        return replace(found, evaluations=self._evaluations)
+
+    def _from(self, starts: Sequence[Plan], until_s: float) -> Neighbours:
+        """The best plan that changes lead to, until so much of the budget is left."""
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
-        self._best_s = best.plan.predicted.iteration_s
+        self._best_s, self._until_s = best.plan.predicted.iteration_s, until_s
+        self._longest_s = self._trial_s
         first = self._begin(starts)
-        if first is not None:
-            others = self._uniform(starts[0].training.zero)
-            self._push(others, first, starts[0], starts[0], self._best_s)
         # Whose pairs of changes are still to come.
         around, are_small_tried = first, False
-        best_layout, eager_s = first, _EAGER_SHARE * self._budget.left_s
+        best_layout, eager_s = first, _EAGER_SHARE * self._left_s
         # Units whose changes left the best step as it was: it waits for others.
         slack: set[int] = set()
         while True:
-            is_over = not self._goes_on(in_vain) or self._budget.left_s < eager_s
+            is_over = not self._goes_on(in_vain) or self._left_s < eager_s
             if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
                 around = None
@@ -162,6 +174,7 @@ class NeighbourSearch:
             if self._estimates.busiest_s(layout) >= best_s:
                 continue
             changed = _changed(best_layout, layout) if best_layout else set[int]()
+            # Once: what was put back is not before the best step again.
             if expected_s < rounded(best_s) and changed and changed <= slack:
                 self._add(layout, best_s, limit_s, start, factor)
                 continue
@@ -194,7 +207,7 @@ class NeighbourSearch:
             is_near = step_s <= _NEAR * self._best_s
             if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
                 self._expand(layout, plan, start)
-        return replace(best, evaluations=self._evaluations)
+        return best
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
@@ -227,8 +240,38 @@ class NeighbourSearch:
             if any(len(group) > 1 for group in other.groups):
                 yield replace(other, rule=_EAGER)
 
+    @property
+    def _left_s(self) -> float:
+        """What this search may spend of the budget."""
+        return self._budget.left_s - self._until_s
+
+    def _forget(self) -> None:
+        """Begin anew, but for what plans are known to hold."""
+        self._seen.clear()
+        self._heap.clear()
+        self._factors.clear()
+        self._expanded.clear()
+        self._tunings.clear()
+        self._in_vain.clear()
+
+    def _best_uniform(self, least_zero: int) -> Neighbours | None:
+        """The best of the few uniform layouts that promise most and fit."""
+        found: Neighbours | None = None
+        # Most is for changes of the best.
+        self._until_s = (1 - UNIFORM_SHARE / 2) * self._budget.left_s
+        for layout in self._uniform(least_zero):
+            candidate = self._candidate(layout)
+            if candidate is None or self._needed(layout) > self._memory_bytes:
+                continue
+            if self._left_s <= self._longest_s:
+                break
+            plan, _ = self._evaluated(layout, candidate)
+            if plan is not None and (found is None or _merit(plan) < _merit(found.plan)):
+                found = Neighbours(plan=plan, start=plan, candidate=candidate)
+        return found
+
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
-        """The few that promise most of those that fit: no start is near them."""
+        """The few that promise most of those that fit."""
         budget = self._small_budget()
         estimated: list[tuple[float, int, PlanLayout]] = []
         for layout in self._changes.uniform(budget):
@@ -269,7 +312,7 @@ class NeighbourSearch:
 
     def _goes_on(self, in_vain: int) -> bool:
         may_gain = self._best_s > self._least_s * _SAME
-        return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
+        return may_gain and in_vain < _GIVE_UP and self._left_s > self._longest_s
 
     def _needed(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device, by the estimate and what others held."""
