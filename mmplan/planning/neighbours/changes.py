@@ -473,35 +473,35 @@ class LayoutChanges:
         Units with the same parameters are in one group. Of a group on so many devices those
         choices are taken that take least, and others that hold less.
         """
-        owners, devices = self._space.owners, self._request.devices
-        names = list(dict.fromkeys(owners))
-        everything = tuple(range(len(owners)))
-        parts = [(everything,)]
-        for number in range(1, len(names)):
-            for own in itertools.combinations(names[1:], number):
-                sides = [tuple(i for i in everything if (owners[i] in own) == s) for s in (0, 1)]
-                parts.append((sides[0], sides[1]))
-        shares = sorted({devices * eighth // _EIGHTHS for eighth in range(1, _EIGHTHS)} - {0})
         found: dict[tuple[tuple[int, ...], int], list[dict[int, UnitChoice]]] = {}
-        for groups in parts:
-            splits = [(devices,)] if len(groups) == 1 else [(n, devices - n) for n in shares]
-            for split in splits:
-                each: list[list[dict[int, UnitChoice]]] = []
-                for key in zip(groups, split, strict=True):
-                    if key not in found and not budget.is_over:
-                        found[key] = self._uniform_group(*key, budget)
-                    each.append(found.get(key, []))
-                for chosen in itertools.product(*each):
-                    own = {i: choice for group in chosen for i, choice in group.items()}
-                    layout = PlanLayout(
-                        choices=tuple(own[i] for i in everything),
-                        groups=tuple(sorted(groups)),
-                        zero=self._space.least_zero,
-                    )
-                    for turns in (
-                        self._other_turns(layout) if len(self._request.tasks) > 1 else [()]
-                    ):
-                        yield self.with_usual_leads(replace(layout, in_turn=turns))
+        for parts in self._in_parts():
+            for key in parts:
+                if key not in found and not budget.is_over:
+                    found[key] = self._uniform_group(*key, budget)
+            for chosen in itertools.product(*(found.get(key, []) for key in parts)):
+                own = {i: choice for group in chosen for i, choice in group.items()}
+                layout = PlanLayout(
+                    choices=tuple(own[i] for i in sorted(own)),
+                    groups=tuple(sorted(group for group, _ in parts)),
+                    zero=self._space.least_zero,
+                )
+                for turns in {(): None, **dict.fromkeys(self._other_turns(layout))}:
+                    yield self.with_usual_leads(replace(layout, in_turn=turns))
+
+    def _in_parts(self) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+        """One or two groups, each with its devices."""
+        owners, devices = self._space.owners, self._request.devices
+        everything, names = range(len(owners)), list(dict.fromkeys(owners))
+        yield [(tuple(everything), devices)]
+        shares = sorted({devices * eighth // _EIGHTHS for eighth in range(1, _EIGHTHS)} - {0})
+        for number in range(1, len(names)):
+            for others in itertools.combinations(names[1:], number):
+                first, second = (
+                    tuple(i for i in everything if (owners[i] in others) == is_other)
+                    for is_other in (False, True)
+                )
+                for share in shares:
+                    yield [(first, share), (second, devices - share)]
 
     def _uniform_group(
         self, group: tuple[int, ...], devices: int, budget: SearchBudget
