@@ -47,6 +47,9 @@ _EAGER: OrderRule = "forward-first"
 _EAGER_SHARE = 0.2
 # Uniform layouts that are tried, and the share of the budget for these and changes of the best.
 _UNIFORM, UNIFORM_SHARE = 6, 0.3
+# The first search is given up while one of these is better, if this share of its budget is enough
+# for few trials only.
+_BEHIND, _FEW = 1 / 3, 16
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
@@ -112,8 +115,11 @@ class NeighbourSearch:
         # differ in what nothing waits for.
         self._expanded: set[float] = set()
         self._evaluations = 0
-        # The step of the best plan, and what is left of the budget to a search after this one.
-        self._best_s, self._until_s = math.inf, 0.0
+        # The step of the best plan, and of the best uniform layout; and what is left of the budget
+        # to a search after this one, and while this one is behind.
+        self._best_s, self._rival_s = math.inf, math.inf
+        self._until_s, self._behind_s = 0.0, 0.0
+        self._evaluated_before = 0
         # No trial is begun for which too little is left.
         self._longest_s = self._trial_s = trial_s
 
@@ -121,24 +127,34 @@ class NeighbourSearch:
         """The best plan that changes of some others lead to.
 
         No change leads from the starts to some uniform layouts. Where one of these is better than
-        all that was found, a second search goes on from it, with the rest of the budget.
+        all that was found, a second search goes on from it, with the rest of the budget: a share
+        that is its own, and most of the first one's where that could try only few for its part.
 
         Args:
             starts: simulated, best first; one at least.
         """
         first_s = (1 - UNIFORM_SHARE) * self._budget.left_s
         uniform = self._best_uniform(starts[0].training.zero)
-        found = self._from(starts, self._budget.left_s - first_s)
+        least_s = self._budget.left_s - first_s
+        self._rival_s = math.inf if uniform is None else uniform.plan.predicted.iteration_s
+        found = self._from(starts, least_s, least_s + (1 - _BEHIND) * first_s)
         if uniform is not None and _merit(uniform.plan) < _merit(found.plan):
             self._forget()
-            other = self._from([uniform.plan], 0.0)
+            other = self._from([uniform.plan], 0.0, 0.0)
             found = replace(uniform if other.candidate is None else other, start=starts[0])
         return replace(found, evaluations=self._evaluations)
 
-    def _from(self, starts: Sequence[Plan], until_s: float) -> Neighbours:
-        """The best plan that changes lead to, until so much of the budget is left."""
+    def _from(self, starts: Sequence[Plan], until_s: float, behind_s: float) -> Neighbours:
+        """The best plan that changes lead to, until so much of the budget is left.
+
+        Args:
+            starts: simulated, best first.
+            until_s: of the whole budget.
+            behind_s: likewise, while few layouts were tried and the best uniform one is better.
+        """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
         self._best_s, self._until_s = best.plan.predicted.iteration_s, until_s
+        self._behind_s, self._evaluated_before = behind_s, self._evaluations
         self._longest_s = self._trial_s
         first = self._begin(starts)
         # Whose pairs of changes are still to come.
@@ -243,7 +259,9 @@ class NeighbourSearch:
     @property
     def _left_s(self) -> float:
         """What this search may spend of the budget."""
-        return self._budget.left_s - self._until_s
+        few = self._evaluations < _FEW + self._evaluated_before
+        is_behind = few and self._rival_s < self._best_s
+        return self._budget.left_s - (self._behind_s if is_behind else self._until_s)
 
     def _forget(self) -> None:
         """Begin anew, but for what plans are known to hold."""
