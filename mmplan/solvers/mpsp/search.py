@@ -16,7 +16,7 @@ from mmplan.solvers.search_budget import SearchBudget
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
 # Share of the budget for bi-point schedules.
-_PORTFOLIO_SHARE = 0.03
+_PORTFOLIO_SHARE = 0.1
 # Share of the budget for fluid schedules.
 _FLUID_SHARE = 0.5
 # Share of what the initial schedules leave for annealing the best of them: annealing it twice
