@@ -9,6 +9,10 @@ devices in many parts: changes may lead to them only by way of what does not fit
 with these where no solver has a plan that fits. At the end the best layout's changes are tried once
 more where devices are shared, with forwards first: many take twice as long in its own order.
 
+No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
+groups. The few that promise most are tried first; where one of them is better than all that
+changes of the starts lead to, a second search goes on from it.
+
 A layout whose busiest device alone takes as long as the best plan's step is not simulated.
 """
 
