@@ -1,0 +1,318 @@
+"""Changes of some starts, tried best first.
+
+The search tries those layouts first of which an estimate promises most, and goes on from each that
+is about as good as the best so far: by one change, then by two. Where memory refuses a layout, the
+next ZeRO stage is tried. Then come *small* layouts, whose units share all devices in many parts:
+changes may lead to them only by way of what does not fit. At the end the best layout's changes are
+tried once more where devices are shared, with forwards first: many take twice as long in its own
+order.
+
+A layout whose busiest device alone takes as long as the best plan's step is not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mmplan.planning.measured_trials import rounded
+from mmplan.planning.neighbours.changes import ESTIMATE_S, Tuning
+from mmplan.planning.neighbours.layout import PlanLayout, UnitChoice
+from mmplan.planning.neighbours.trials import LayoutTrials, degrees_of, merit
+from mmplan.schema.plan import OrderRule, Plan
+from mmplan.solvers.problem import Candidate
+
+# The best different layouts, from which the search starts. Chosen by hand, as all that follows.
+_STARTS = 3
+# The search goes on from layouts that take up to this times the best step.
+_NEAR = 1.02
+# Pairs of changes are looked at once this many layouts in a row gained nothing.
+_PATIENCE = 12
+# What left the step of so many layouts in a row as it was is not tried again.
+_TRIED_TWICE = 2
+# The search ends after so many layouts in a row that gained nothing.
+_GIVE_UP = 100
+# On shared devices changes are tried in this order at the end, with this share of the budget.
+_EAGER: OrderRule = "forward-first"
+_EAGER_SHARE = 0.2
+# Steps are equal but for rounding.
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """What a search found.
+
+    Attributes:
+        plan: the best: a start, or one that is better than all of them.
+        start: that the best was reached from.
+        candidate: the units of the best; None where it is a start.
+        evaluations: layouts that were simulated.
+    """
+
+    plan: Plan
+    start: Plan
+    candidate: Candidate | None = None
+    evaluations: int = 0
+
+
+class BestFirstSearch:
+    """Tries the layouts that promise most, until its budget ends or nothing more is gained.
+
+    Args:
+        trials: of layouts.
+        least_s: no plan takes less.
+        left_s: what the search may still spend, by the best step so far and its own trials.
+    """
+
+    def __init__(
+        self, trials: LayoutTrials, *, least_s: float, left_s: Callable[[float, int], float]
+    ) -> None:
+        self._trials, self._least_s, self._left_of = trials, least_s, left_s
+        self._budget, self._memory_bytes = trials.budget, trials.memory_bytes
+        self._space, self._estimates, self._changes = trials.space, trials.estimates, trials.changes
+        self._seen: set[PlanLayout] = set()
+        self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
+        # By unit and choice, and by all degrees, the least factor by which steps took longer than
+        # estimated.
+        self._factors: dict[tuple[object, ...], float] = {}
+        # How a layout runs otherwise than that from which it was made, and how often in a row that
+        # left the step as it was.
+        self._tunings: dict[PlanLayout, Tuning] = {}
+        self._in_vain: Counter[Tuning] = Counter()
+        # Of equal estimates the first is tried first.
+        self._numbers = itertools.count()
+        # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
+        # differ in what nothing waits for.
+        self._expanded: set[float] = set()
+        # The step of the best plan.
+        self._best_s = math.inf
+        self._evaluated_before = trials.evaluations
+        # No trial is begun for which too little is left.
+        self._longest_s = trials.trial_s
+
+    def run(self, starts: Sequence[Plan]) -> Neighbours:
+        """The best plan that changes of some others lead to.
+
+        Args:
+            starts: simulated, best first; one at least.
+        """
+        best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        self._best_s = best.plan.predicted.iteration_s
+        first = self._begin(starts)
+        # Whose pairs of changes are still to come.
+        around, are_small_tried = first, False
+        best_layout, eager_s = first, _EAGER_SHARE * self._left_s
+        # Units whose changes left the best step as it was: it waits for others.
+        slack: set[int] = set()
+        while True:
+            is_over = not self._goes_on(in_vain) or self._left_s < eager_s
+            if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
+                self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
+                around = None
+            if not is_over and not self._heap and first is not None and not are_small_tried:
+                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
+                are_small_tried = True
+            if (is_over or not self._heap) and best_layout and eager_s:
+                eager_s, in_vain = 0.0, 0
+                self._heap.clear()
+                self._factors.clear()
+                self._push(self._eager(best_layout), best_layout, best.plan, best.start, math.inf)
+            if not self._heap or not self._goes_on(in_vain):
+                break
+            expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
+            tuning = self._tunings.get(layout)
+            if tuning and self._in_vain[tuning] >= _TRIED_TWICE:
+                continue
+            learnt = self._factor(layout)
+            if learnt > factor:
+                estimate_s = expected_s / factor
+                self._add(layout, learnt * estimate_s, limit_s, start, learnt)
+                continue
+            best_s = self._best_s
+            if self._estimates.busiest_s(layout) >= best_s:
+                continue
+            changed = _changed(best_layout, layout) if best_layout else set[int]()
+            # Once: what was put back is not before the best step again.
+            if expected_s < rounded(best_s) and changed and changed <= slack:
+                self._add(layout, best_s, limit_s, start, factor)
+                continue
+            needed = self._trials.needed(layout)
+            if needed > self._memory_bytes:
+                self._cut_further(layout, needed, expected_s, limit_s, start)
+                continue
+            candidate = self._trials.candidate(layout)
+            if candidate is None:
+                continue
+            plan, needed = self._tried(layout, candidate)
+            if plan is None:
+                self._cut_further(layout, needed, expected_s, limit_s, start)
+                continue
+            in_vain += 1
+            self._learn(
+                layout, plan.predicted.iteration_s * factor / expected_s if expected_s else 1.0
+            )
+            if merit(plan) < merit(best.plan):
+                best = Neighbours(plan=plan, start=start, candidate=candidate)
+                self._best_s = plan.predicted.iteration_s
+                around, best_layout, in_vain = layout, layout, 0
+                slack -= changed
+            step_s = rounded(plan.predicted.iteration_s)
+            if tuning:
+                is_same = step_s == rounded(limit_s)
+                self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
+            if step_s == rounded(best_s):
+                slack |= changed
+            is_near = step_s <= _NEAR * self._best_s
+            if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
+                self._expand(layout, plan, start)
+        return best
+
+    @property
+    def _left_s(self) -> float:
+        """What this search may spend of the budget."""
+        return self._left_of(self._best_s, self._trials.evaluations - self._evaluated_before)
+
+    def _eager(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """Changes in another order: what is good about them may not be seen in the usual one."""
+        tuned = (other for _, other in self._changes.tuned(layout))
+        for other in (layout, *tuned, *self._changes.neighbours(layout)):
+            if any(len(group) > 1 for group in other.groups):
+                yield replace(other, rule=_EAGER)
+
+    def _small(self, start: Plan) -> Iterator[PlanLayout]:
+        """Changes of a start may lead to these only by way of what does not fit."""
+        for small in self._changes.small(start.training.zero, self._trials.small_budget()):
+            yield self._changes.with_usual_leads(small)
+            yield small
+
+    def _begin(self, starts: Sequence[Plan]) -> PlanLayout | None:
+        """Look around the best different starts; the layout of the first, where it has one."""
+        layouts: dict[PlanLayout, Plan] = {}
+        for start in starts:
+            layout = self._space.layout_of(start)
+            if layout is not None and len(layouts) < _STARTS:
+                layouts.setdefault(layout, start)
+        for layout, start in layouts.items():
+            self._seen.add(layout)
+            self._learn(layout, 1.0)
+            if start.waves or self._space.units_of(layout) != start.units:
+                self._add(layout, 0.0, math.inf, start)
+            self._expand(layout, start, start)
+        return next((own for own, start in layouts.items() if start is starts[0]), None)
+
+    def _goes_on(self, in_vain: int) -> bool:
+        may_gain = self._best_s > self._least_s * _SAME
+        return may_gain and in_vain < _GIVE_UP and self._left_s > self._longest_s
+
+    def _tried(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
+        left_s = self._budget.left_s
+        found = self._trials.run(layout, candidate)
+        self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
+        return found
+
+    def _cut_further(
+        self, layout: PlanLayout, needed: float, expected_s: float, limit_s: float, start: Plan
+    ) -> None:
+        """Try a layout that does not fit with the first ZeRO stage that may save enough.
+
+        Args:
+            needed: bytes; 0 or infinite where something else is wrong with it.
+        """
+        if not 0 < needed < math.inf:
+            return
+        own = self._estimates.least_bytes(layout)
+        for least in range(min(layout.zero) + 1, self._estimates.most_zero(layout) + 1):
+            further = layout.cut_further(least)
+            saved = own - self._estimates.least_bytes(further)
+            if needed - saved <= self._memory_bytes:
+                if further not in self._seen:
+                    self._add(further, expected_s, limit_s, start)
+                return
+
+    def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
+        """Try what is one change away: leads that gain nothing lead nowhere."""
+        self._expanded.add(rounded(plan.predicted.iteration_s))
+        self._push(self._changes.neighbours(layout), layout, plan, start, math.inf)
+        tuned = dict[PlanLayout, Tuning]()
+        for tuning, other in self._changes.tuned(layout):
+            tuned.setdefault(other, tuning)
+        self._tunings |= tuned
+        self._push(tuned, layout, plan, start, plan.predicted.iteration_s)
+
+    def _push(
+        self,
+        others: Iterable[PlanLayout],
+        layout: PlanLayout,
+        plan: Plan,
+        start: Plan,
+        limit_s: float,
+    ) -> None:
+        """Layouts to try later, those first that should take least.
+
+        Args:
+            others: two changes at most from ``layout``.
+            limit_s: the search goes on from those that take less.
+        """
+        scale = plan.predicted.iteration_s / self._estimates.estimate_s(layout)
+        # Most of the budget is for trials.
+        budget = self._budget.part(self._budget.left_s / 4)
+        for other in others:
+            if budget.is_over:
+                return
+            if other not in self._seen:
+                self._seen.add(other)
+                budget.spend(ESTIMATE_S)
+                if self._estimates.busiest_s(other) >= self._best_s:
+                    continue
+                self._add(other, scale * self._estimates.estimate_s(other), limit_s, start)
+
+    def _add(
+        self,
+        layout: PlanLayout,
+        expected_s: float,
+        limit_s: float,
+        start: Plan,
+        factor: float = 1.0,
+    ) -> None:
+        self._seen.add(layout)
+        item = rounded(expected_s), next(self._numbers), layout, limit_s, start, factor
+        heapq.heappush(self._heap, item)
+
+    def _factor(self, layout: PlanLayout) -> float:
+        """By which a layout should take longer than estimated, by the choices in it."""
+        own = (self._factors.get(key, 1.0) for key in _learnt_by(layout))
+        return max(1.0, *own)
+
+    def _learn(self, layout: PlanLayout, factor: float) -> None:
+        for key in _learnt_by(layout):
+            self._factors[key] = min(factor, self._factors.get(key, math.inf))
+
+
+def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
+    """Units that run in another way, whatever their leads, or share devices with others."""
+    pairs = enumerate(zip(layout.choices, other.choices, strict=True))
+    found = {
+        i
+        for i, (own, its) in pairs
+        if own is not its and (own.offset, _runs(own)) != (its.offset, _runs(its))
+    }
+    kept = set(other.groups)
+    return found | {i for group in layout.groups if group not in kept for i in group}
+
+
+def _runs(choice: UnitChoice) -> tuple[object, ...]:
+    """What a unit does on its devices, wherever these are and whatever its lead."""
+    c = choice
+    return c.tp, c.pp, c.vpp, c.dp, c.size, c.kind, c.items
+
+
+def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
+    """What estimates are corrected by: all degrees, and each unit's choice, whatever its lead."""
+    yield layout.backwards, layout.rule, layout.in_turn, *degrees_of(layout)
+    for index, choice in enumerate(layout.choices):
+        yield layout.backwards, layout.rule, index, *_runs(choice)
