@@ -26,12 +26,14 @@ from mmplan.schema.plan import Plan
 from mmplan.solvers.problem import Candidate, Request
 from mmplan.solvers.search_budget import SearchBudget
 
-# Uniform layouts that are tried, and the share of the budget for these and changes of the best.
-# Chosen by hand, as all that follows.
-_UNIFORM, UNIFORM_SHARE = 6, 0.3
+# Uniform layouts that are tried. Chosen by hand, as all that follows.
+_UNIFORM = 6
+# Share of the budget for these and for changes of the best of them.
+UNIFORM_SHARE = 0.3
 # The first search is given up while one of these is better, if this share of its budget is enough
 # for few trials only.
-_BEHIND, _FEW = 1 / 3, 16
+_BEHIND = 1 / 3
+_FEW = 16
 
 
 class NeighbourSearch:

@@ -221,7 +221,7 @@ class _SizeCosts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _HeldBytes:
     """Bytes of the stages that can be each option's fullest, one option after the other.
 
     Attributes:
@@ -488,7 +488,7 @@ class ModuleTables:
 
     def _held(
         self, rows: OptionRows, size_B: Ints, steps: int | Ints, fewest: int | Ints | None = None
-    ) -> _Held:
+    ) -> _HeldBytes:
         first = self.shapes.first
         number_R = np.diff(first, append=len(self.shapes.bytes))[rows.shape]
         first_R = np.cumsum(number_R) - number_R
@@ -505,7 +505,7 @@ class ModuleTables:
         if self._interleaved:
             longer = self._group(rows, steps_R, fewest) - self.shapes.pp[rows.shape]
             ahead = ahead + longer[at] * stages.held_bytes(tp, size, activation, first=HELD_LONGER)
-        return _Held(
+        return _HeldBytes(
             stages=stages,
             first=first_R,
             at=at,
