@@ -316,14 +316,19 @@ class LayoutEstimates:
 
     def least_bytes(self, layout: PlanLayout) -> float:
         """What its fullest device holds at least."""
+        return sum(self.fullest(layout))
+
+    def fullest(self, layout: PlanLayout) -> tuple[float, float]:
+        """Bytes of parameters with their state, and of activations, at least, of that device."""
         most, zero = self.most_zero(layout), layout.zero
         ahead = self._ahead(layout)
         units = [(i, own, min(zero[i], most), ahead[i]) for i, own in enumerate(layout.choices)]
-        return max(self._group_bytes(tuple(units[i] for i in group)) for group in layout.groups)
+        groups = (self._group_bytes(tuple(units[i] for i in group)) for group in layout.groups)
+        return max(groups, key=sum)
 
     def least_group_bytes(self, units: tuple[tuple[int, UnitChoice], ...]) -> float:
         """What a group's fullest device holds beside no others, under ZeRO-3."""
-        return self._group_bytes(tuple((index, own, MOST_ZERO, 1) for index, own in units))
+        return sum(self._group_bytes(tuple((index, own, MOST_ZERO, 1) for index, own in units)))
 
     def _ahead(self, layout: PlanLayout) -> list[int]:
         """Of each unit, micro-batches whose forwards come before its last stage's first backward.
@@ -341,7 +346,9 @@ class LayoutEstimates:
                 wanted[producer] = max(wanted[producer], min(until * choice.size, total))
         return found
 
-    def _bytes_of_group(self, units: tuple[tuple[int, UnitChoice, int, int], ...]) -> float:
+    def _bytes_of_group(
+        self, units: tuple[tuple[int, UnitChoice, int, int], ...]
+    ) -> tuple[float, float]:
         """Of the fullest device of units that share some, each with its ZeRO stage."""
         active_R = np.zeros(max(choice.end for _, choice, _, _ in units))
         # Units that cut the same parameters alike hold them once.
@@ -354,7 +361,9 @@ class LayoutEstimates:
                 own_R = np.tile(np.repeat(of_P, choice.tp), choice.dp)
                 place_R = total_R[choice.offset : choice.end]
                 np.maximum(place_R, own_R, out=place_R)
-        return float((sum(fixed.values()) + active_R).max())
+        fixed_R = np.sum([*fixed.values()], axis=0)
+        fullest = int((fixed_R + active_R).argmax())
+        return float(fixed_R[fullest]), float(active_R[fullest])
 
     def _bytes(
         self, index: int, choice: UnitChoice, zero: int, ahead: int
@@ -379,21 +388,24 @@ class LayoutEstimates:
         )
         frozen = problem.costs.bytes_per_parameter(trainable=False)
         fixed = (own.trained * trained + own.frozen * frozen) / tp
-        # The least share of a replica, and micro-batches that are no larger than the others.
-        share = problem.round_samples // dp
-        count = -(-max(share, 1) // choice.size)
-        each = costs.held_bytes(
-            own.held,
-            own.outputs,
-            tp=tp,
-            size=np.array(max(1, share // count) / (choice.tp // choice.shards)),
-        ).reshape(choice.vpp, pp)
+        # A replica with the largest share has one of its largest micro-batches beside others.
+        share = -(-problem.round_samples // dp)
+        count = -(-share // choice.size)
+        sizes = np.array([share // count, -(-share // count)])
+        smaller, larger = (
+            costs.held_bytes(
+                own.held, own.outputs, tp=tp, size=np.array(size / (choice.tp // choice.shards))
+            )
+            .reshape(choice.vpp, pp)
+            .max(axis=0)
+            for size in sizes
+        )
         in_flight = np.ones(pp)
         if choice.kind == "batch-sync":
             in_flight[:] = count
         elif choice.vpp == 1:
             in_flight = np.minimum(ahead + choice.lead * np.arange(pp - 1, -1, -1), count)
-        return fixed.reshape(choice.vpp, pp).sum(axis=0), each.max(axis=0) * in_flight
+        return fixed.reshape(choice.vpp, pp).sum(axis=0), larger + smaller * (in_flight - 1)
 
 
 def _degrees(choice: UnitChoice) -> tuple[int, int, int]:

@@ -48,7 +48,7 @@ class LayoutTrials:
         self.changes = LayoutChanges(self.space, self.estimates)
         self.evaluations = 0
         self._trial = trial
-        # By :func:`held_by` the least factor by which plans held more than estimated.
+        # By :func:`_held_by` the least factor by which plans held more activations than estimated.
         self._factors: dict[tuple[object, ...], float] = {}
 
     def candidate(self, layout: PlanLayout) -> Candidate | None:
@@ -68,16 +68,18 @@ class LayoutTrials:
         """The plan of a layout, None where it does not fit or cannot run; and bytes, or 0."""
         plan, num_bytes = self._trial(candidate)
         self.evaluations += 1
-        least_bytes = self.estimates.least_bytes(layout)
-        if 0 < num_bytes < math.inf and least_bytes:
+        fixed_bytes, active_bytes = self.estimates.fullest(layout)
+        if 0 < num_bytes < math.inf and active_bytes:
             key = _held_by(layout)
-            factor = num_bytes / least_bytes
+            factor = (num_bytes - fixed_bytes) / active_bytes
             self._factors[key] = max(1.0, min(factor, self._factors.get(key, math.inf)))
         return plan, num_bytes
 
     def needed(self, layout: PlanLayout) -> float:
-        """Bytes of the fullest device, by the estimate and what others held."""
-        return self._factors.get(_held_by(layout), 1.0) * self.least_bytes(layout)
+        """Bytes of the fullest device, by the estimate and what others held of activations."""
+        self.budget.spend(ESTIMATE_S)
+        fixed_bytes, active_bytes = self.estimates.fullest(layout)
+        return fixed_bytes + self._factors.get(_held_by(layout), 1.0) * active_bytes
 
     def least_bytes(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device at least."""
