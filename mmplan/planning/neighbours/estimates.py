@@ -19,7 +19,7 @@ import numpy as np
 from mmplan.arrays import Floats, Ints
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.schema.cluster import Link
-from mmplan.solvers.cost_table import reduction_s
+from mmplan.solvers.cost_table import StageCosts, reduction_s
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.sample_split import cut
 
@@ -57,7 +57,7 @@ class LayoutEstimates:
         self._consumers = [
             (index, producer) for index, own in enumerate(space.producers) for producer in own
         ]
-        self.cost = cache(self._cost)
+        self.cost, self._stages = cache(self._cost), cache(self._cut)
         self._sum_s = cache(self._reduction_s)
         self._group_busy_s, self._row = cache(self._busy_of), cache(self._busy_row)
         self._turns = cache(self._turns_of)
@@ -68,10 +68,15 @@ class LayoutEstimates:
 
     # --- seconds ---------------------------------------------------------------------
 
+    def _cut(self, index: int, chunks: int) -> StageCosts:
+        """A unit's blocks in so many chunks."""
+        _, problem, module = self._space.modules[index]
+        return problem.module_costs(module).stages(module_stages(problem, module, chunks))
+
     def _cost(self, index: int, choice: UnitChoice) -> _Cost:
         _, problem, module = self._space.modules[index]
         costs = problem.module_costs(module)
-        own = costs.stages(module_stages(problem, module, choice.pp * choice.vpp))
+        own = self._stages(index, choice.pp * choice.vpp)
         share = -(-problem.round_samples // choice.dp)
         sizes = cut(share, choice.size, pinned=self._space.pins(index).microbatch is not None)
         values, counts = np.unique(np.array((*sizes, choice.size)), return_counts=True)
@@ -375,7 +380,7 @@ class LayoutEstimates:
         """
         _, problem, module = self._space.modules[index]
         costs, (tp, pp, dp) = problem.module_costs(module), (choice.shards, choice.pp, choice.dp)
-        own = costs.stages(module_stages(problem, module, pp * choice.vpp))
+        own = self._stages(index, pp * choice.vpp)
         # Ranks of all units that use the parameters cut their state.
         is_alone = self._owners.count(self._owners[index]) == 1
         sharers = choice.copies if is_alone else self._request.devices
