@@ -90,6 +90,12 @@ def values(
     return found
 
 
+def quick(own: Options) -> QuickOptions:
+    return QuickOptions(
+        devices=own.devices, warm_s=own.warm_s, stage_s=own.stage_s, complete=own.take
+    )
+
+
 def as_groups(
     groups: Sequence[tuple[int, list[Options]]], bounds: Sequence[float] | None = None
 ) -> list[Group]:
@@ -97,7 +103,7 @@ def as_groups(
         Group(
             steps=steps,
             bound_s=bounds[g] if bounds else 0.0,
-            build=lambda options=options: [own.quick() for own in options],
+            build=lambda options=options: [quick(own) for own in options],
         )
         for g, (steps, options) in enumerate(groups)
     ]
@@ -165,7 +171,7 @@ def test_groups_beyond_their_bound_are_never_built() -> None:
 
     groups = [
         Group(steps=3, bound_s=value * (1 + 1e-9), build=refuse),
-        Group(steps=3, bound_s=0.0, build=lambda: [good.quick()]),
+        Group(steps=3, bound_s=0.0, build=lambda: [quick(good)]),
     ]
     assert best_plans(groups, [], devices=100)[0].value_s == value
 

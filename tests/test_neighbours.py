@@ -7,7 +7,7 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from mmplan.planning.neighbours.changes import LayoutChanges
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.planning.neighbours.search import NeighbourSearch
+from mmplan.planning.neighbours.trials import LayoutTrials
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
@@ -201,6 +202,16 @@ def regret(folder: Path, seed: int) -> float | None:
     return plan.predicted.iteration_s / shortest_s - 1
 
 
+def search_with(
+    whole: Enumeration,
+    trial: Callable[[Candidate], tuple[Plan | None, float]],
+    budget_s: float = 1000.0,
+) -> NeighbourSearch:
+    budget = SearchBudget(budget_s)
+    trials = LayoutTrials(whole.request, trial=trial, trial_s=0.0, budget=budget)
+    return NeighbourSearch(trials, least_s=0.0)
+
+
 def test_auto_plans_what_no_solver_does(tmp_path: Path) -> None:
     """Units of different degrees share all devices; of job 457 by two changes at once."""
     for seed in (320, 457):
@@ -347,6 +358,20 @@ def test_uniform_layouts_have_one_or_two_groups() -> None:
             assert len({(layout.choices[i].tp, layout.choices[i].pp) for i in group}) == 1
 
 
+def test_uniform_layouts_of_many_modules_end_with_their_budget() -> None:
+    """There are 2 to the power of 39 ways to make two groups."""
+    names = [f"m{number}" for number in range(40)]
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": [names[-1], "y"]}}
+    inputs = {then: {"inputs": [name]} for name, then in itertools.pairwise(names)}
+    job = workload({names[0]: {}, **inputs}, batch=8, losses=loss)
+    # No degree is common to all: most groups have no choice at all.
+    own = [module_profile(tp={1 + number % 2: 1.0}) for number in range(len(names))]
+    whole = Enumeration(job, profile(dict(zip(names, own, strict=True)), 8))
+    budget = SearchBudget(0.05)
+    assert not list(LayoutChanges(whole.space, whole.estimates).uniform(budget))
+    assert budget.is_over
+
+
 def test_a_search_goes_on_from_a_uniform_layout_that_is_better(tmp_path: Path) -> None:
     """Though no change leads to it."""
     job, costs = small_job(7)
@@ -365,9 +390,7 @@ def test_a_search_goes_on_from_a_uniform_layout_that_is_better(tmp_path: Path) -
         plan = shorter if candidate.units == better else start
         return plan.model_copy(update={"units": candidate.units}), 0.0
 
-    search = NeighbourSearch(
-        whole.request, trial=trial, trial_s=0.0, budget=SearchBudget(1000.0), least_s=0.0
-    )
+    search = search_with(whole, trial)
     best = search.run([start])
     assert best.plan.predicted.iteration_s == 1e-6
     assert best.candidate is not None
@@ -397,9 +420,7 @@ def test_what_changes_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) ->
     for changes in ("neighbours", "pairs", "uniform", "small"):
         monkeypatch.setattr(LayoutChanges, changes, lambda *_: iter(()))
     monkeypatch.setattr(LayoutChanges, "tuned", tuned)
-    NeighbourSearch(
-        whole.request, trial=trial, trial_s=0.0, budget=SearchBudget(1000.0), least_s=0.0
-    ).run([start])
+    search_with(whole, trial).run([start])
     assert [candidate.units[0].schedule.lead for candidate in tried] == [2, 3, 4, 6]
 
 
@@ -449,9 +470,7 @@ def test_what_trials_held_is_learnt() -> None:
         found.append(candidate)
         return None, 10 * memory
 
-    search = NeighbourSearch(
-        whole.request, trial=too_large, trial_s=0.0, budget=SearchBudget(1000.0), least_s=0.0
-    )
+    search = search_with(whole, too_large)
     layouts = [
         layout
         for layout in itertools.islice(whole.layouts(), MOST_LAYOUTS)
@@ -533,13 +552,7 @@ def tried(
         found.append(candidate)
         return None, math.inf
 
-    NeighbourSearch(
-        Enumeration(job, costs).request,
-        trial=trial,
-        trial_s=0.0,
-        budget=SearchBudget(budget_s),
-        least_s=0.0,
-    ).run(starts)
+    search_with(Enumeration(job, costs), trial, budget_s).run(starts)
     return found
 
 

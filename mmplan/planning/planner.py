@@ -30,6 +30,7 @@ from mmplan.planning.measured_trials import (
     runner_up,
 )
 from mmplan.planning.neighbours.search import UNIFORM_SHARE, NeighbourSearch
+from mmplan.planning.neighbours.trials import LayoutTrials
 from mmplan.planning.order_search import order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.planning.refinement import NEIGHBOURS, Refinement, of_neighbours
@@ -369,13 +370,13 @@ class _PlanSearch:
             budget.spend(price * (self._plans.effort - before) / INSTRUCTIONS_PER_S)
             return plan if is_simulated and fits else None, needed
 
-        return NeighbourSearch(
+        trials = LayoutTrials(
             self._request,
             trial=trial,
             trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
             budget=budget,
-            least_s=solution.formula_bound_s,
         )
+        return NeighbourSearch(trials, least_s=solution.formula_bound_s)
 
     def neighbours(
         self, plans: Sequence[SimulatedPlan], *, budget_s: float

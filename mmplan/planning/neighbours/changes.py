@@ -475,10 +475,14 @@ class LayoutChanges:
         """
         found: dict[tuple[tuple[int, ...], int], list[dict[int, UnitChoice]]] = {}
         for parts in self._in_parts():
+            # Of many modules there are more parts than can be looked at.
+            budget.spend(ESTIMATE_S)
             for key in parts:
-                if key not in found and not budget.is_over:
+                if budget.is_over:
+                    return
+                if key not in found:
                     found[key] = self._uniform_group(*key, budget)
-            for chosen in itertools.product(*(found.get(key, []) for key in parts)):
+            for chosen in itertools.product(*(found[key] for key in parts)):
                 own = {i: choice for group in chosen for i, choice in group.items()}
                 layout = PlanLayout(
                     choices=tuple(own[i] for i in sorted(own)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mmplan.planning.neighbours.best_first import BestFirstSearch, Neighbours
@@ -23,8 +23,7 @@ from mmplan.planning.neighbours.estimates import MOST_ZERO
 from mmplan.planning.neighbours.layout import PlanLayout
 from mmplan.planning.neighbours.trials import LayoutTrials, merit
 from mmplan.schema.plan import Plan
-from mmplan.solvers.problem import Candidate, Request
-from mmplan.solvers.search_budget import SearchBudget
+from mmplan.solvers.problem import Candidate
 
 # Uniform layouts that are tried. Chosen by hand, as all that follows.
 _UNIFORM = 6
@@ -40,24 +39,12 @@ class NeighbourSearch:
     """Changes of starts, and layouts that are unlike all of these.
 
     Args:
-        request: whose plans these are.
-        trial: as of :class:`LayoutTrials`.
-        trial_s: seconds of a quiet core that a trial takes about.
-        budget: of the whole search.
+        trials: of layouts, with the budget of the whole search.
         least_s: no plan takes less.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        trial: Callable[[Candidate], tuple[Plan | None, float]],
-        trial_s: float,
-        budget: SearchBudget,
-        least_s: float,
-    ) -> None:
-        self._trials = LayoutTrials(request, trial=trial, trial_s=trial_s, budget=budget)
-        self._least_s = least_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
+        self._trials, self._least_s = trials, least_s
 
     def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.

@@ -66,12 +66,6 @@ class Options:
         """Some of the options."""
         return Options(**{name: getattr(self, name)[rows] for name in Options.__slots__})
 
-    def quick(self) -> QuickOptions:
-        """The options, as a group has them."""
-        return QuickOptions(
-            devices=self.devices, warm_s=self.warm_s, stage_s=self.stage_s, complete=self.take
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickOptions:
