@@ -9,8 +9,8 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,6 @@ from mmplan.errors import InvalidInputError
 from mmplan.solvers.convex.branch_and_bound import Group, longest_after
 from mmplan.solvers.convex.module_tables import (
     UNLIMITED,
-    BackboneShape,
-    Choices,
     ModuleTables,
     OptionRows,
     Table,
@@ -35,8 +33,6 @@ from mmplan.solvers.sample_split import smallest_divisors
 LARGEST_MICROBATCH = 64
 # Up to so many replica numbers, all are tried where memory depends on them (ZeRO-1).
 ALL_REPLICAS = 4096
-# Groups whose options are built at once.
-MOST_AT_ONCE = 32
 # Points of the grid on which bounds of the other modules are known.
 RATES = 256
 # Shares of the steady time that the backbone's own stage answers for (see _Bounds), None for
@@ -44,6 +40,25 @@ RATES = 256
 SHARES = (None, 0.0, 0.5, 1.0)
 # A number of replicas that leaves no optimizer state to any of them.
 MANY = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackboneShape:
+    """What the options of a group have in common.
+
+    Attributes:
+        replicas: of the backbone, D.
+        microbatch: of the backbone, M.
+        steps: l.
+        fewest: micro-batches of the replica that has the fewest.
+        samples: of a step of the pipeline, D M; the batch where that is less.
+    """
+
+    replicas: int
+    microbatch: int
+    steps: int
+    fewest: int
+    samples: int
 
 
 class Pipelines:
@@ -111,44 +126,47 @@ class Pipelines:
     def groups(self) -> list[Group]:
         """Every group with a bound; those in which some module fits nowhere are left out."""
         self.frames = []
+        groups: list[Group] = []
         if any(own.empty for own in self.tables):
-            return []
-        bounds, found = _Bounds(self), list[float]()
+            return groups
+        bounds = _Bounds(self)
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
-            for frame, bound in zip(frames, bounds.of(frames).tolist(), strict=True):
-                if bound < math.inf:
+            for frame, bound in zip(frames, bounds.of(frames), strict=True):
+                if np.isfinite(bound):
                     self.frames.append(frame)
-                    found.append(bound)
-        by_bound = sorted(range(len(found)), key=found.__getitem__)
-        tables = _TablesInTurn(self, [self.frames[index] for index in by_bound])
-        place = {index: position for position, index in enumerate(by_bound)}
+                    groups.append(
+                        Group(
+                            steps=frame.steps,
+                            bound_s=float(bound),
+                            build=lambda frame=frame: [
+                                table.options for table in self.tables_of(frame)
+                            ],
+                        )
+                    )
+        return groups
+
+    def tables_of(self, frame: BackboneShape) -> list[Table]:
+        """The options of every module in a group, and what they mean."""
         return [
-            Group(
+            own.table(
+                *self.replicas(k, frame),
                 steps=frame.steps,
-                bound_s=bound,
-                build=lambda own=place[index]: [table.options for table in tables.of(own)],
+                fewest=frame.fewest,
+                most=most,
             )
-            for index, (frame, bound) in enumerate(zip(self.frames, found, strict=True))
+            for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
         ]
 
-    def tables_of(self, frames: Sequence[BackboneShape]) -> list[tuple[Table, ...]]:
-        """The options of every module in each of some groups, and what they mean."""
-        of_modules = (
-            own.tables(frames, self.replicas(k, frames), most)
-            for k, (own, most) in enumerate(zip(self.tables, self.most, strict=True))
-        )
-        return list(zip(*of_modules, strict=True))
-
-    def replicas(self, k: int, frames: Sequence[BackboneShape]) -> list[Choices]:
-        """(dp, largest micro-batch) that one module may have in each of some groups."""
+    def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
+        """(dp, largest micro-batch) that one module may have in a group."""
         if self.tables[k].backbone:
-            return [(np.array([f.replicas]), np.array([f.microbatch])) for f in frames]
-        choices = self.tables[k].replicas(frames, self.most[k])
-        if not self._divisible:
-            return choices
-        whole = [f.samples % dp == 0 for f, (dp, _) in zip(frames, choices, strict=True)]
-        return [(dp[w], size[w]) for (dp, size), w in zip(choices, whole, strict=True)]
+            return np.array([frame.replicas]), np.array([frame.microbatch])
+        dp, size = self.tables[k].replicas(frame.samples, frame.steps, self.most[k])
+        if self._divisible:
+            whole = frame.samples % dp == 0
+            dp, size = dp[whole], size[whole]
+        return dp, size
 
     def _backbone_sizes(self) -> list[int]:
         batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
@@ -192,23 +210,6 @@ class Pipelines:
         if microbatch == 1 or self._microbatches or not free:
             return False
         return -(-batch // (replicas * (microbatch - 1))) == -(-batch // (replicas * microbatch))
-
-
-class _TablesInTurn:
-    """The options of groups, built for several at once, in the order in which a search asks."""
-
-    def __init__(self, pipelines: Pipelines, frames: Sequence[BackboneShape]) -> None:
-        self._pipelines, self._frames = pipelines, frames
-        self._first, self._built = 0, list[tuple[Table, ...]]()
-
-    def of(self, position: int) -> tuple[Table, ...]:
-        """The tables of every module in the group of that place in the order."""
-        if not 0 <= position - self._first < len(self._built):
-            # A search that ends soon has few of them built for nothing.
-            count = min(position + 1, MOST_AT_ONCE)
-            self._first = position
-            self._built = self._pipelines.tables_of(self._frames[position : position + count])
-        return self._built[position - self._first]
 
 
 class _Bounds:

@@ -134,25 +134,6 @@ TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackboneShape:
-    """What the options of a group have in common.
-
-    Attributes:
-        replicas: of the backbone, D.
-        microbatch: of the backbone, M.
-        steps: l.
-        fewest: micro-batches of the replica that has the fewest.
-        samples: of a step of the pipeline, D M; the batch where that is less.
-    """
-
-    replicas: int
-    microbatch: int
-    steps: int
-    fewest: int
-    samples: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedOption:
     """One option, as degrees."""
 
@@ -178,10 +159,6 @@ class Table:
     tp: Ints
     shape: Ints
     dp: Ints
-
-
-# Replicas, and their largest micro-batch: columns of one length.
-Choices = tuple[Ints, Ints]
 
 
 class OptionRows(NamedTuple):
@@ -312,26 +289,29 @@ class ModuleTables:
         tp, shape, b = np.nonzero(devices <= most)
         return OptionRows(tp, shape, b, dp_B[b], devices[tp, shape, b])
 
-    def tables(
-        self, frames: Sequence[BackboneShape], choices: Sequence[Choices], most: int
-    ) -> list[Table]:
-        """All options in each of some groups.
+    def table(
+        self,
+        dp_B: Ints,
+        size_B: Ints,
+        *,
+        steps: int,
+        fewest: int,
+        most: int,
+    ) -> Table:
+        """All options with given replicas and micro-batches.
 
         Args:
-            frames: the groups.
-            choices: of each, the replicas and their largest micro-batch.
+            dp_B: replicas.
+            size_B: their largest micro-batch.
+            steps: micro-batches of a step.
+            fewest: of the replica that has the fewest.
             most: devices that an option may take.
         """
-        at_B = np.repeat(np.arange(len(frames)), [len(dp) for dp, _ in choices])
-        dp_B, size_B = (np.concatenate(column) for column in zip(*choices, strict=True))
-        steps_B = np.array([frame.steps for frame in frames])[at_B]
-        fewest_B = np.array([frame.fewest for frame in frames])[at_B]
         rows = self.rows(dp_B, most)
-        stage, warm = self.times(rows, size_B, steps_B[rows.b], dp_B=dp_B)
+        stage, warm = self.times(rows, size_B, steps, dp_B=dp_B)
 
         def complete(some: NDArray[np.intp]) -> Options:
             chosen = rows.where(some)
-            steps, fewest = steps_B[chosen.b], fewest_B[chosen.b]
             return Options(
                 devices=chosen.devices,
                 warm_s=warm[some],
@@ -341,23 +321,14 @@ class ModuleTables:
                 depth_limit=self.depth_limit(chosen, size_B, steps, fewest),
             )
 
-        own = at_B[rows.b]
-        order = np.argsort(own, kind="stable")
-        stops = np.searchsorted(own[order], np.arange(1, len(frames)))
-        return [
-            Table(
-                options=QuickOptions(
-                    devices=rows.devices[r],
-                    warm_s=warm[r],
-                    stage_s=stage[r],
-                    complete=lambda some, r=r: complete(r[some]),
-                ),
-                tp=rows.tp[r],
-                shape=rows.shape[r],
-                dp=rows.dp[r],
-            )
-            for r in np.split(order, stops)
-        ]
+        return Table(
+            options=QuickOptions(
+                devices=rows.devices, warm_s=warm, stage_s=stage, complete=complete
+            ),
+            tp=rows.tp,
+            shape=rows.shape,
+            dp=rows.dp,
+        )
 
     def pick(self, table: Table, row: int) -> SelectedOption:
         """The degrees of a row."""
@@ -516,7 +487,7 @@ class ModuleTables:
             beside=stages.bytes_beside(size, steps_P),
         )
 
-    def _group(self, rows: OptionRows, steps_R: Ints, fewest: int | Ints | None) -> Ints:
+    def _group(self, rows: OptionRows, steps_R: int | Ints, fewest: int | Ints | None) -> Ints:
         """[R] the longest group of any replica; one may have a micro-batch less."""
         pp = self.shapes.pp[rows.shape]
         return np.maximum(
@@ -525,57 +496,38 @@ class ModuleTables:
 
     # --- replicas -----------------------------------------------------------------------
 
-    def replicas(self, frames: Sequence[BackboneShape], devices: int) -> list[Choices]:
-        """(dp, micro-batch size) worth trying for the samples of one step of each group.
+    def replicas(self, samples: int, steps: int, devices: int) -> tuple[Ints, Ints]:
+        """(dp, micro-batch size) worth trying for the samples of one step of the pipeline.
 
         Of the numbers that leave the slowest replica the same micro-batch the smallest is
         kept; under ZeRO-1 also those where more fits.
         """
-        most = [min(frame.samples, devices // min(self.tps)) for frame in frames]
+        most = min(samples, devices // min(self.tps))
         if self.pins.dp is not None:
-            allowed = [n for n in range(1, max(most) + 1) if self.pins.allows("dp", n)]
-            found = [np.array(allowed, dtype=np.int64) for _ in frames]
+            dp = np.array(
+                [n for n in range(1, most + 1) if self.pins.allows("dp", n)], dtype=np.int64
+            )
         else:
-            found = [smallest_divisors(frame.samples) for frame in frames]
-        found = [dp[dp <= number] for dp, number in zip(found, most, strict=True)]
-        if self.pins.dp is None and self.problem.zero_of(self.module):
-            found = self._with_less_state(found, frames, most, devices)
-        sizes = [
-            -(-frame.samples // np.maximum(dp, 1)) for frame, dp in zip(frames, found, strict=True)
-        ]
-        choices = list(zip(found, sizes, strict=True))
-        if self.pins.microbatch is None:
-            return choices
-        kept = [[self.pins.allows("microbatch", int(b)) for b in size] for size in sizes]
-        masks = [np.array(own, dtype=np.bool_) for own in kept]
-        return [(dp[m], size[m]) for (dp, size), m in zip(choices, masks, strict=True)]
+            dp = smallest_divisors(samples)
+            dp = dp[dp <= most]
+            if self.problem.zero_of(self.module):
+                dp = self._with_less_state(dp, samples, most, steps, devices)
+        size = -(-samples // np.maximum(dp, 1))
+        if self.pins.microbatch is not None:
+            keep = np.array([self.pins.allows("microbatch", int(b)) for b in size], dtype=np.bool_)
+            dp, size = dp[keep], size[keep]
+        return dp, size
 
-    def _with_less_state(
-        self,
-        found: Sequence[Ints],
-        frames: Sequence[BackboneShape],
-        most: Sequence[int],
-        devices: int,
-    ) -> list[Ints]:
+    def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int, devices: int) -> Ints:
         """These numbers, and those up to the next one where more of some option fits."""
-        lasts = [
-            np.append(dp[1:] - 1, number) if len(dp) else dp
-            for dp, number in zip(found, most, strict=True)
-        ]
-        at_B = np.repeat(np.arange(len(frames)), list(map(len, found)))
-        first, last = np.concatenate(found), np.concatenate(lasts)
-        between = last > first
-        at_B, first, last = at_B[between], first[between], last[between]
-        samples, steps = np.array([(frame.samples, frame.steps) for frame in frames])[at_B].T
-        rows, size = self.rows(first, devices), -(-samples // first)
-        held = self._held(rows, size, steps[rows.b])
-        low, high = (held.free(dp[rows.b], self.problem.memory_bytes) for dp in (first, last))
-        changes = held.depth_limit(low) != held.depth_limit(high)
-        grows = np.bincount(rows.b, changes, len(first)) > 0
-        extra: list[list[Ints]] = [[] for _ in frames]
-        for at, a, b in zip(at_B[grows], first[grows], last[grows], strict=True):
-            extra[at].append(np.arange(a, b + 1))
-        return [np.unique(np.concatenate([dp, *own])) for dp, own in zip(found, extra, strict=True)]
+        last = np.append(dp[1:] - 1, most) if len(dp) else dp
+        first, last = dp[last > dp], last[last > dp]
+        rows, memory_bytes = self.rows(first, devices), self.problem.memory_bytes
+        held = self._held(rows, -(-samples // first), steps)
+        low, high = (held.depth_limit(held.free(n[rows.b], memory_bytes)) for n in (first, last))
+        grows = np.bincount(rows.b, low != high, len(first)) > 0
+        extra = [np.arange(a, b + 1) for a, b in zip(first[grows], last[grows], strict=True)]
+        return np.unique(np.concatenate([dp, *extra]))
 
 
 def at_rows(value: NDArray[NumberT], rows: OptionRows) -> NDArray[NumberT]:

@@ -30,9 +30,9 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
-from mmplan.solvers.convex.backbone_groups import Pipelines
+from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest_after, plan_value
-from mmplan.solvers.convex.module_tables import INNER, BackboneShape, Table
+from mmplan.solvers.convex.module_tables import INNER, Table
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import counted
@@ -159,7 +159,7 @@ class Relaxation:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._devices = pipelines.problem.devices
-        self._tables = cache(lambda frame: pipelines.tables_of([frame])[0])
+        self._tables = cache(pipelines.tables_of)
 
     def candidates(self, frame: BackboneShape) -> Candidates:
         """Every tp and dp in a frame, best relaxation first."""
@@ -187,7 +187,7 @@ class Relaxation:
     def _module(self, k: int, frame: BackboneShape) -> Floats:
         """Rows of tp, dp, seconds of a micro-batch, device-seconds, fewest devices."""
         own, problem = self._pipelines.tables[k], self._pipelines.problem
-        dp, size = self._pipelines.replicas(k, [frame])[0]
+        dp, size = self._pipelines.replicas(k, frame)
         rows: list[Floats] = []
         if not len(dp):
             return np.zeros((5, 0))

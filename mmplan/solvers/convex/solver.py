@@ -18,9 +18,9 @@ from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
-from mmplan.solvers.convex.backbone_groups import Pipelines
+from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
-from mmplan.solvers.convex.module_tables import BackboneShape, SelectedOption
+from mmplan.solvers.convex.module_tables import SelectedOption
 from mmplan.solvers.convex.relaxation import relax
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
@@ -180,7 +180,7 @@ def candidates_of(pipelines: Pipelines, found: Sequence[FormulaPlan]) -> Iterato
         picks = {
             own.module: own.pick(table, row)
             for own, table, row in zip(
-                pipelines.tables, pipelines.tables_of([frame])[0], plan.choice, strict=True
+                pipelines.tables, pipelines.tables_of(frame), plan.choice, strict=True
             )
         }
         grids = place_modules(
@@ -326,7 +326,7 @@ def _plan(problem: Problem) -> tuple[Pipelines, list[FormulaPlan]]:
 
 def _listed(problem: Problem) -> str:
     pipelines, found = _plan(problem)
-    tables = pipelines.tables_of([pipelines.frames[found[0].group]])[0]
+    tables = pipelines.tables_of(pipelines.frames[found[0].group])
     return ", ".join(
         f"{module} {table.options.devices[row]}"
         for module, table, row in zip(pipelines.modules, tables, found[0].choice, strict=True)
