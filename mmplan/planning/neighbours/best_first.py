@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.planning.measured_trials import rounded
@@ -39,6 +40,11 @@ _GIVE_UP = 100
 # On shared devices changes are tried in this order at the end, with this share of the budget.
 _EAGER: OrderRule = "forward-first"
 _EAGER_SHARE = 0.2
+# Of two layouts the one that is simulated in a tenth of the time may promise this much less.
+_DEAR = float(os.environ.get("DEAR","0.04"))
+# What a step takes more than estimated may be for lack of micro-batches in flight: this share of it.
+_UNSEEN_SHARE = float(os.environ.get("UNSEEN","0.5"))
+_IN_FLIGHT = ("leads", "backwards")
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
 
@@ -60,23 +66,51 @@ class Neighbours:
     evaluations: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Untried:
+    """A layout that waits for its trial.
+
+    Attributes:
+        expected_s: what its step should take, by what is known.
+        promised_s: what it may take.
+        limit_s: the search goes on from it if it takes less.
+        start: that changes led to it from.
+        factor: by which ``expected_s`` is more than estimated.
+        price_s: seconds of a quiet core that its trial takes about.
+    """
+
+    layout: PlanLayout
+    expected_s: float
+    promised_s: float
+    limit_s: float
+    start: Plan
+    factor: float = 1.0
+    price_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Centre:
+    """A layout with its plan, around which others are tried, and the start that led to it."""
+
+    layout: PlanLayout
+    plan: Plan
+    start: Plan
+
+
 class BestFirstSearch:
     """Tries the layouts that promise most, until its budget ends or nothing more is gained.
 
     Args:
         trials: of layouts.
         least_s: no plan takes less.
-        left_s: what the search may still spend, by the best step so far and its own trials.
     """
 
-    def __init__(
-        self, trials: LayoutTrials, *, least_s: float, left_s: Callable[[float, int], float]
-    ) -> None:
-        self._trials, self._least_s, self._left_of = trials, least_s, left_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
+        self._trials, self._least_s = trials, least_s
         self._budget, self._memory_bytes = trials.budget, trials.memory_bytes
         self._space, self._estimates, self._changes = trials.space, trials.estimates, trials.changes
         self._seen: set[PlanLayout] = set()
-        self._heap: list[tuple[float, int, PlanLayout, float, Plan, float]] = []
+        self._heap: list[tuple[float, int, _Untried]] = []
         # By unit and choice, and by all degrees, the least factor by which steps took longer than
         # estimated.
         self._factors: dict[tuple[object, ...], float] = {}
@@ -91,91 +125,92 @@ class BestFirstSearch:
         self._expanded: set[float] = set()
         # The step of the best plan.
         self._best_s = math.inf
-        self._evaluated_before = trials.evaluations
         # No trial is begun for which too little is left.
         self._longest_s = trials.trial_s
 
-    def run(self, starts: Sequence[Plan]) -> Neighbours:
+    def run(self, starts: Sequence[Plan], other: Neighbours | None) -> Neighbours:
         """The best plan that changes of some others lead to.
 
         Args:
             starts: simulated, best first; one at least.
+            other: one more start.
         """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
+        if other is not None and merit(other.plan) < merit(best.plan):
+            best = other
         self._best_s = best.plan.predicted.iteration_s
-        first = self._begin(starts)
+        centre = self._begin(starts, other)
         # Whose pairs of changes are still to come.
-        around, are_small_tried = first, False
-        best_layout, eager_s = first, _EAGER_SHARE * self._left_s
-        # Units whose changes left the best step as it was: it waits for others.
+        around, are_small_tried = centre, False
+        eager_s = _EAGER_SHARE * self._budget.left_s
+        # Units whose changes left the centre's step as it was: it waits for others.
         slack: set[int] = set()
-        while True:
-            is_over = not self._goes_on(in_vain) or self._left_s < eager_s
+        while centre is not None:
+            is_over = not self._goes_on(in_vain) or self._budget.left_s < eager_s
             if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
-                self._push(self._changes.pairs(around), around, best.plan, best.start, math.inf)
+                self._push(self._changes.pairs(around.layout), around, math.inf)
                 around = None
-            if not is_over and not self._heap and first is not None and not are_small_tried:
-                self._push(self._small(starts[0]), first, starts[0], starts[0], math.inf)
+            if not is_over and not self._heap and not are_small_tried:
+                self._push(self._small(starts[0]), centre, math.inf)
                 are_small_tried = True
-            if (is_over or not self._heap) and best_layout and eager_s:
+            if (is_over or not self._heap) and eager_s:
                 eager_s, in_vain = 0.0, 0
                 self._heap.clear()
                 self._factors.clear()
-                self._push(self._eager(best_layout), best_layout, best.plan, best.start, math.inf)
+                self._push(self._eager(centre.layout), centre, math.inf)
             if not self._heap or not self._goes_on(in_vain):
                 break
-            expected_s, _, layout, limit_s, start, factor = heapq.heappop(self._heap)
+            own = heapq.heappop(self._heap)[-1]
+            layout, expected_s, start = own.layout, own.expected_s, own.start
             tuning = self._tunings.get(layout)
             if tuning and self._in_vain[tuning] >= _TRIED_TWICE:
                 continue
             learnt = self._factor(layout)
-            if learnt > factor:
-                estimate_s = expected_s / factor
-                self._add(layout, learnt * estimate_s, limit_s, start, learnt)
+            if learnt > own.factor:
+                longer_s = expected_s * learnt / own.factor
+                self._add(replace(own, expected_s=longer_s, promised_s=longer_s, factor=learnt))
                 continue
-            best_s = self._best_s
-            if self._estimates.busiest_s(layout) >= best_s:
+            if self._estimates.busiest_s(layout) >= self._best_s:
                 continue
-            changed = _changed(best_layout, layout) if best_layout else set[int]()
-            # Once: what was put back is not before the best step again.
-            if expected_s < rounded(best_s) and changed and changed <= slack:
-                self._add(layout, best_s, limit_s, start, factor)
+            changed = _changed(centre.layout, layout)
+            centre_s = rounded(centre.plan.predicted.iteration_s)
+            # Once: what was put back is not before the centre's step again.
+            if expected_s < centre_s and changed and changed <= slack:
+                self._add(replace(own, expected_s=centre_s, promised_s=centre_s))
                 continue
             needed = self._trials.needed(layout)
             if needed > self._memory_bytes:
-                self._cut_further(layout, needed, expected_s, limit_s, start)
+                self._cut_further(own, needed)
                 continue
             candidate = self._trials.candidate(layout)
             if candidate is None:
                 continue
             plan, needed = self._tried(layout, candidate)
             if plan is None:
-                self._cut_further(layout, needed, expected_s, limit_s, start)
+                self._cut_further(own, needed)
                 continue
             in_vain += 1
             self._learn(
-                layout, plan.predicted.iteration_s * factor / expected_s if expected_s else 1.0
+                layout,
+                plan.predicted.iteration_s * own.factor / expected_s if expected_s else 1.0,
             )
+            found = _Centre(layout, plan, start)
             if merit(plan) < merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
-                self._best_s = plan.predicted.iteration_s
-                around, best_layout, in_vain = layout, layout, 0
+                self._best_s, in_vain = plan.predicted.iteration_s, 0
+            if merit(plan) < merit(centre.plan):
+                around = centre = found
                 slack -= changed
             step_s = rounded(plan.predicted.iteration_s)
             if tuning:
-                is_same = step_s == rounded(limit_s)
+                is_same = step_s == rounded(own.limit_s)
                 self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
-            if step_s == rounded(best_s):
+            if step_s == centre_s:
                 slack |= changed
             is_near = step_s <= _NEAR * self._best_s
-            if step_s * _SAME < limit_s and is_near and step_s not in self._expanded:
-                self._expand(layout, plan, start)
+            if step_s * _SAME < own.limit_s and is_near and step_s not in self._expanded:
+                self._expand(found)
         return best
-
-    @property
-    def _left_s(self) -> float:
-        """What this search may spend of the budget."""
-        return self._left_of(self._best_s, self._trials.evaluations - self._evaluated_before)
 
     def _eager(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """Changes in another order: what is good about them may not be seen in the usual one."""
@@ -190,24 +225,37 @@ class BestFirstSearch:
             yield self._changes.with_usual_leads(small)
             yield small
 
-    def _begin(self, starts: Sequence[Plan]) -> PlanLayout | None:
-        """Look around the best different starts; the layout of the first, where it has one."""
-        layouts: dict[PlanLayout, Plan] = {}
-        for start in starts:
-            layout = self._space.layout_of(start)
-            if layout is not None and len(layouts) < _STARTS:
-                layouts.setdefault(layout, start)
-        for layout, start in layouts.items():
+    def _begin(self, starts: Sequence[Plan], other: Neighbours | None) -> _Centre | None:
+        """Look around the best different starts; the best of them that has a layout."""
+        centres: dict[PlanLayout, _Centre] = {}
+        plans = [(plan, plan) for plan in starts]
+        if other is not None:
+            plans.insert(0, (other.plan, other.start))
+        most = len(plans) - len(starts) + _STARTS
+        for plan, start in plans:
+            layout = self._space.layout_of(plan)
+            if layout is not None and len(centres) < most:
+                centres.setdefault(layout, _Centre(layout, plan, start))
+        for layout, own in centres.items():
             self._seen.add(layout)
             self._learn(layout, 1.0)
-            if start.waves or self._space.units_of(layout) != start.units:
-                self._add(layout, 0.0, math.inf, start)
-            self._expand(layout, start, start)
-        return next((own for own, start in layouts.items() if start is starts[0]), None)
+            if own.plan.waves or self._space.units_of(layout) != own.plan.units:
+                self._add(
+                    _Untried(
+                        layout=layout,
+                        expected_s=0.0,
+                        promised_s=0.0,
+                        limit_s=math.inf,
+                        start=own.start,
+                        price_s=self._trials.price_s(own.plan),
+                    )
+                )
+            self._expand(own)
+        return min(centres.values(), key=lambda own: merit(own.plan), default=None)
 
     def _goes_on(self, in_vain: int) -> bool:
         may_gain = self._best_s > self._least_s * _SAME
-        return may_gain and in_vain < _GIVE_UP and self._left_s > self._longest_s
+        return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
 
     def _tried(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
         left_s = self._budget.left_s
@@ -215,9 +263,7 @@ class BestFirstSearch:
         self._longest_s = max(self._longest_s, left_s - self._budget.left_s)
         return found
 
-    def _cut_further(
-        self, layout: PlanLayout, needed: float, expected_s: float, limit_s: float, start: Plan
-    ) -> None:
+    def _cut_further(self, untried: _Untried, needed: float) -> None:
         """Try a layout that does not fit with the first ZeRO stage that may save enough.
 
         Args:
@@ -225,40 +271,38 @@ class BestFirstSearch:
         """
         if not 0 < needed < math.inf:
             return
+        layout = untried.layout
         own = self._estimates.least_bytes(layout)
         for least in range(min(layout.zero) + 1, self._estimates.most_zero(layout) + 1):
             further = layout.cut_further(least)
             saved = own - self._estimates.least_bytes(further)
             if needed - saved <= self._memory_bytes:
                 if further not in self._seen:
-                    self._add(further, expected_s, limit_s, start)
+                    # TODO factor
+                    self._add(replace(untried, layout=further, factor=1.0))
                 return
 
-    def _expand(self, layout: PlanLayout, plan: Plan, start: Plan) -> None:
+    def _expand(self, own: _Centre) -> None:
         """Try what is one change away: leads that gain nothing lead nowhere."""
-        self._expanded.add(rounded(plan.predicted.iteration_s))
-        self._push(self._changes.neighbours(layout), layout, plan, start, math.inf)
+        step_s = own.plan.predicted.iteration_s
+        self._expanded.add(rounded(step_s))
+        self._push(self._changes.neighbours(own.layout), own, math.inf)
         tuned = dict[PlanLayout, Tuning]()
-        for tuning, other in self._changes.tuned(layout):
+        for tuning, other in self._changes.tuned(own.layout):
             tuned.setdefault(other, tuning)
         self._tunings |= tuned
-        self._push(tuned, layout, plan, start, plan.predicted.iteration_s)
+        self._push(tuned, own, step_s)
 
-    def _push(
-        self,
-        others: Iterable[PlanLayout],
-        layout: PlanLayout,
-        plan: Plan,
-        start: Plan,
-        limit_s: float,
-    ) -> None:
+    def _push(self, others: Iterable[PlanLayout], own: _Centre, limit_s: float) -> None:
         """Layouts to try later, those first that should take least.
 
         Args:
-            others: two changes at most from ``layout``.
+            others: two changes at most from ``own``.
             limit_s: the search goes on from those that take less.
         """
-        scale = plan.predicted.iteration_s / self._estimates.estimate_s(layout)
+        step_s = own.plan.predicted.iteration_s
+        estimated_s = self._estimates.estimate_s(own.layout)
+        price_s = self._trials.price_s(own.plan)
         # Most of the budget is for trials.
         budget = self._budget.part(self._budget.left_s / 4)
         for other in others:
@@ -269,19 +313,26 @@ class BestFirstSearch:
                 budget.spend(ESTIMATE_S)
                 if self._estimates.busiest_s(other) >= self._best_s:
                     continue
-                self._add(other, scale * self._estimates.estimate_s(other), limit_s, start)
+                expected_s = step_s / estimated_s * self._estimates.estimate_s(other)
+                promised_s = expected_s
+                tuning = self._tunings.get(other)
+                if tuning is not None and tuning[0] in _IN_FLIGHT:
+                    promised_s -= _UNSEEN_SHARE * max(0.0, step_s - estimated_s)
+                self._add(
+                    _Untried(
+                        layout=other,
+                        expected_s=rounded(expected_s),
+                        promised_s=promised_s,
+                        limit_s=limit_s,
+                        start=own.start,
+                        price_s=price_s,
+                    )
+                )
 
-    def _add(
-        self,
-        layout: PlanLayout,
-        expected_s: float,
-        limit_s: float,
-        start: Plan,
-        factor: float = 1.0,
-    ) -> None:
-        self._seen.add(layout)
-        item = rounded(expected_s), next(self._numbers), layout, limit_s, start, factor
-        heapq.heappush(self._heap, item)
+    def _add(self, untried: _Untried) -> None:
+        self._seen.add(untried.layout)
+        dear = (untried.price_s / self._trials.trial_s) ** _DEAR
+        heapq.heappush(self._heap, (rounded(untried.promised_s * dear), next(self._numbers), untried))
 
     def _factor(self, layout: PlanLayout) -> float:
         """By which a layout should take longer than estimated, by the choices in it."""

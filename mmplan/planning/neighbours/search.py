@@ -5,8 +5,7 @@ units share devices, and how the whole runs: backwards, order, ZeRO stage. The s
 the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_first`).
 
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
-groups. The few that promise most are tried first; where one of them is better than all that
-changes of the starts lead to, a second search goes on from it. Where no solver has a plan that
+groups. The few that promise most are tried first, and the best of them is one more start. Where no solver has a plan that
 fits, the first small layout that does is the plan.
 """
 
@@ -29,10 +28,6 @@ from mmplan.solvers.problem import Candidate
 _UNIFORM = 6
 # Share of the budget for these and for changes of the best of them.
 UNIFORM_SHARE = 0.3
-# The first search is given up while one of these is better, if this share of its budget is enough
-# for few trials only.
-_BEHIND = 1 / 3
-_FEW = 16
 
 
 class NeighbourSearch:
@@ -49,29 +44,12 @@ class NeighbourSearch:
     def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.
 
-        A second search from a uniform layout has the rest of the budget: a share that is its own,
-        and most of the first one's where that could try only few for its part.
-
         Args:
             starts: simulated, best first; one at least.
         """
-        trials, budget = self._trials, self._trials.budget
-        first_s = (1 - UNIFORM_SHARE) * budget.left_s
-        uniform = self._best_uniform(starts[0].training.zero)
-        own_s = budget.left_s - first_s
-
-        def left_s(best_s: float, evaluations: int) -> float:
-            """Less while the first search is behind, though it may not be given up later."""
-            rival_s = best_s if uniform is None else uniform.plan.predicted.iteration_s
-            is_behind = rival_s < best_s and evaluations < _FEW
-            return budget.left_s - own_s - ((1 - _BEHIND) * first_s if is_behind else 0.0)
-
-        found = BestFirstSearch(trials, least_s=self._least_s, left_s=left_s).run(starts)
-        if uniform is not None and merit(uniform.plan) < merit(found.plan):
-            second = BestFirstSearch(trials, least_s=self._least_s, left_s=lambda *_: budget.left_s)
-            other = second.run([uniform.plan])
-            found = replace(uniform if other.candidate is None else other, start=starts[0])
-        return replace(found, evaluations=trials.evaluations)
+        uniform = self._best_uniform(starts)
+        search = BestFirstSearch(self._trials, least_s=self._least_s)
+        return replace(search.run(starts, uniform), evaluations=self._trials.evaluations)
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
@@ -98,12 +76,16 @@ class NeighbourSearch:
                 heapq.heappush(heap, (held, next(numbers), other))
         return None
 
-    def _best_uniform(self, least_zero: int) -> Neighbours | None:
-        """The best of the few uniform layouts that promise most and fit."""
+    def _best_uniform(self, starts: Sequence[Plan]) -> Neighbours | None:
+        """The best of the few uniform layouts that promise most and fit.
+
+        Args:
+            starts: no layout has a lower ZeRO stage than the first of them.
+        """
         trials, found = self._trials, None
         # Most is for changes of the best.
         until_s = (1 - UNIFORM_SHARE / 2) * trials.budget.left_s
-        for layout in self._uniform(least_zero):
+        for layout in self._uniform(starts[0].training.zero):
             candidate = trials.candidate(layout)
             if candidate is None or trials.needed(layout) > trials.memory_bytes:
                 continue
@@ -111,7 +93,7 @@ class NeighbourSearch:
                 break
             plan, _ = trials.run(layout, candidate)
             if plan is not None and (found is None or merit(plan) < merit(found.plan)):
-                found = Neighbours(plan=plan, start=plan, candidate=candidate)
+                found = Neighbours(plan=plan, start=starts[0], candidate=candidate)
         return found
 
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
