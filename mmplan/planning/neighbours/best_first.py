@@ -103,10 +103,11 @@ class BestFirstSearch:
     Args:
         trials: of layouts.
         least_s: no plan takes less.
+        kept_s: of the budget, which the search leaves.
     """
 
-    def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
-        self._trials, self._least_s = trials, least_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float, kept_s: float) -> None:
+        self._trials, self._least_s, self._kept_s = trials, least_s, kept_s
         self._budget, self._memory_bytes = trials.budget, trials.memory_bytes
         self._space, self._estimates, self._changes = trials.space, trials.estimates, trials.changes
         self._seen: set[PlanLayout] = set()
@@ -128,25 +129,22 @@ class BestFirstSearch:
         # No trial is begun for which too little is left.
         self._longest_s = trials.trial_s
 
-    def run(self, starts: Sequence[Plan], other: Neighbours | None) -> Neighbours:
+    def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.
 
         Args:
             starts: simulated, best first; one at least.
-            other: one more start.
         """
         best, in_vain = Neighbours(plan=starts[0], start=starts[0]), 0
-        if other is not None and merit(other.plan) < merit(best.plan):
-            best = other
         self._best_s = best.plan.predicted.iteration_s
-        centre = self._begin(starts, other)
+        centre = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = centre, False
-        eager_s = _EAGER_SHARE * self._budget.left_s
+        eager_s = _EAGER_SHARE * self._left_s
         # Units whose changes left the centre's step as it was: it waits for others.
         slack: set[int] = set()
         while centre is not None:
-            is_over = not self._goes_on(in_vain) or self._budget.left_s < eager_s
+            is_over = not self._goes_on(in_vain) or self._left_s < eager_s
             if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around.layout), around, math.inf)
                 around = None
@@ -225,17 +223,17 @@ class BestFirstSearch:
             yield self._changes.with_usual_leads(small)
             yield small
 
-    def _begin(self, starts: Sequence[Plan], other: Neighbours | None) -> _Centre | None:
+    @property
+    def _left_s(self) -> float:
+        return self._budget.left_s - self._kept_s
+
+    def _begin(self, starts: Sequence[Plan]) -> _Centre | None:
         """Look around the best different starts; the best of them that has a layout."""
         centres: dict[PlanLayout, _Centre] = {}
-        plans = [(plan, plan) for plan in starts]
-        if other is not None:
-            plans.insert(0, (other.plan, other.start))
-        most = len(plans) - len(starts) + _STARTS
-        for plan, start in plans:
-            layout = self._space.layout_of(plan)
-            if layout is not None and len(centres) < most:
-                centres.setdefault(layout, _Centre(layout, plan, start))
+        for start in starts:
+            layout = self._space.layout_of(start)
+            if layout is not None and len(centres) < _STARTS:
+                centres.setdefault(layout, _Centre(layout, start, start))
         for layout, own in centres.items():
             self._seen.add(layout)
             self._learn(layout, 1.0)
@@ -251,11 +249,11 @@ class BestFirstSearch:
                     )
                 )
             self._expand(own)
-        return min(centres.values(), key=lambda own: merit(own.plan), default=None)
+        return next(iter(centres.values()), None)
 
     def _goes_on(self, in_vain: int) -> bool:
         may_gain = self._best_s > self._least_s * _SAME
-        return may_gain and in_vain < _GIVE_UP and self._budget.left_s > self._longest_s
+        return may_gain and in_vain < _GIVE_UP and self._left_s > self._longest_s
 
     def _tried(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
         left_s = self._budget.left_s
@@ -304,7 +302,7 @@ class BestFirstSearch:
         estimated_s = self._estimates.estimate_s(own.layout)
         price_s = self._trials.price_s(own.plan)
         # Most of the budget is for trials.
-        budget = self._budget.part(self._budget.left_s / 4)
+        budget = self._budget.part(self._left_s / 4)
         for other in others:
             if budget.is_over:
                 return

@@ -12,6 +12,7 @@ fits, the first small layout that does is the plan.
 from __future__ import annotations
 
 import heapq
+import os
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ from mmplan.solvers.problem import Candidate
 _UNIFORM = 6
 # Share of the budget for these and for changes of the best of them.
 UNIFORM_SHARE = 0.3
+# Share of what is left that the second search has at least, if that is enough for a few trials.
+_SECOND_SHARE = float(os.environ.get("SEC","0.4"))
+_FEW = 16
 
 
 class NeighbourSearch:
@@ -44,12 +48,31 @@ class NeighbourSearch:
     def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.
 
+        Changes of the better of starts and uniform layouts are tried first; those of the other with
+        what is left.
+
         Args:
             starts: simulated, best first; one at least.
         """
-        uniform = self._best_uniform(starts)
-        search = BestFirstSearch(self._trials, least_s=self._least_s)
-        return replace(search.run(starts, uniform), evaluations=self._trials.evaluations)
+        trials, budget = self._trials, self._trials.budget
+        uniform = self._best_uniform(starts[0].training.zero)
+        origins = [Neighbours(plan=starts[0], start=starts[0])]
+        if uniform is not None:
+            origins.append(replace(uniform, start=starts[0]))
+            origins.sort(key=lambda own: merit(own.plan))
+        found = origins[0]
+        for number, own in enumerate(origins):
+            others = origins[number + 1 :]
+            kept_s = _SECOND_SHARE * budget.left_s if others else 0.0
+            if others and kept_s < _FEW * trials.price_s(others[0].plan):
+                kept_s = 0.0
+            search = BestFirstSearch(trials, least_s=self._least_s, kept_s=kept_s)
+            other = search.run([own.plan] if own.candidate else starts)
+            if other.candidate is not None and own.candidate is not None:
+                other = replace(other, start=starts[0])
+            if merit(other.plan) < merit(found.plan):
+                found = other
+        return replace(found, evaluations=trials.evaluations)
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
@@ -76,16 +99,12 @@ class NeighbourSearch:
                 heapq.heappush(heap, (held, next(numbers), other))
         return None
 
-    def _best_uniform(self, starts: Sequence[Plan]) -> Neighbours | None:
-        """The best of the few uniform layouts that promise most and fit.
-
-        Args:
-            starts: no layout has a lower ZeRO stage than the first of them.
-        """
+    def _best_uniform(self, least_zero: int) -> Neighbours | None:
+        """The best of the few uniform layouts that promise most and fit."""
         trials, found = self._trials, None
         # Most is for changes of the best.
         until_s = (1 - UNIFORM_SHARE / 2) * trials.budget.left_s
-        for layout in self._uniform(starts[0].training.zero):
+        for layout in self._uniform(least_zero):
             candidate = trials.candidate(layout)
             if candidate is None or trials.needed(layout) > trials.memory_bytes:
                 continue
@@ -93,7 +112,7 @@ class NeighbourSearch:
                 break
             plan, _ = trials.run(layout, candidate)
             if plan is not None and (found is None or merit(plan) < merit(found.plan)):
-                found = Neighbours(plan=plan, start=starts[0], candidate=candidate)
+                found = Neighbours(plan=plan, start=plan, candidate=candidate)
         return found
 
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
