@@ -1,11 +1,14 @@
 """Changes of some starts, tried best first.
 
 The search tries those layouts first of which an estimate promises most, and goes on from each that
-is about as good as the best so far: by one change, then by two. Where memory refuses a layout, the
-next ZeRO stage is tried. Then come *small* layouts, whose units share all devices in many parts:
-changes may lead to them only by way of what does not fit. At the end the best layout's changes are
-tried once more where devices are shared, with forwards first: many take twice as long in its own
-order.
+is about as good as the best so far: by one change, then by two. Estimates know nothing of how many
+micro-batches are in flight: where a step takes longer than estimated, changes of all leads and of
+the backwards promise a share of that.
+
+Where memory refuses a layout, the next ZeRO stage is tried. Then come *small* layouts, whose units
+share all devices in many parts: changes may lead to them only by way of what does not fit. At the
+end the best layout's changes are tried once more where devices are shared, with forwards first:
+many take twice as long in its own order.
 
 A layout whose busiest device alone takes as long as the best plan's step is not simulated.
 """
@@ -15,7 +18,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,10 +42,9 @@ _GIVE_UP = 100
 # On shared devices changes are tried in this order at the end, with this share of the budget.
 _EAGER: OrderRule = "forward-first"
 _EAGER_SHARE = 0.2
-# Of two layouts the one that is simulated in a tenth of the time may promise this much less.
-_DEAR = float(os.environ.get("DEAR","0.04"))
-# What a step takes more than estimated may be for lack of micro-batches in flight: this share of it.
-_UNSEEN_SHARE = float(os.environ.get("UNSEEN","0.5"))
+# A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
+# lose this share of what it takes more.
+_UNSEEN_SHARE = 0.5
 _IN_FLIGHT = ("leads", "backwards")
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
@@ -73,19 +74,17 @@ class _Untried:
     Attributes:
         expected_s: what its step should take, by what is known.
         promised_s: what it may take.
-        limit_s: the search goes on from it if it takes less.
         start: that changes led to it from.
+        limit_s: the search goes on from it if it takes less.
         factor: by which ``expected_s`` is more than estimated.
-        price_s: seconds of a quiet core that its trial takes about.
     """
 
     layout: PlanLayout
     expected_s: float
     promised_s: float
-    limit_s: float
     start: Plan
+    limit_s: float = math.inf
     factor: float = 1.0
-    price_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +222,6 @@ class BestFirstSearch:
             yield self._changes.with_usual_leads(small)
             yield small
 
-    @property
-    def _left_s(self) -> float:
-        return self._budget.left_s - self._kept_s
-
     def _begin(self, starts: Sequence[Plan]) -> _Centre | None:
         """Look around the best different starts; the best of them that has a layout."""
         centres: dict[PlanLayout, _Centre] = {}
@@ -238,18 +233,14 @@ class BestFirstSearch:
             self._seen.add(layout)
             self._learn(layout, 1.0)
             if own.plan.waves or self._space.units_of(layout) != own.plan.units:
-                self._add(
-                    _Untried(
-                        layout=layout,
-                        expected_s=0.0,
-                        promised_s=0.0,
-                        limit_s=math.inf,
-                        start=own.start,
-                        price_s=self._trials.price_s(own.plan),
-                    )
-                )
+                self._add(_Untried(layout=layout, expected_s=0.0, promised_s=0.0, start=own.start))
             self._expand(own)
         return next(iter(centres.values()), None)
+
+    @property
+    def _left_s(self) -> float:
+        """What this search may spend."""
+        return self._budget.left_s - self._kept_s
 
     def _goes_on(self, in_vain: int) -> bool:
         may_gain = self._best_s > self._least_s * _SAME
@@ -276,8 +267,7 @@ class BestFirstSearch:
             saved = own - self._estimates.least_bytes(further)
             if needed - saved <= self._memory_bytes:
                 if further not in self._seen:
-                    # TODO factor
-                    self._add(replace(untried, layout=further, factor=1.0))
+                    self._add(replace(untried, layout=further))
                 return
 
     def _expand(self, own: _Centre) -> None:
@@ -300,7 +290,6 @@ class BestFirstSearch:
         """
         step_s = own.plan.predicted.iteration_s
         estimated_s = self._estimates.estimate_s(own.layout)
-        price_s = self._trials.price_s(own.plan)
         # Most of the budget is for trials.
         budget = self._budget.part(self._left_s / 4)
         for other in others:
@@ -323,14 +312,13 @@ class BestFirstSearch:
                         promised_s=promised_s,
                         limit_s=limit_s,
                         start=own.start,
-                        price_s=price_s,
                     )
                 )
 
     def _add(self, untried: _Untried) -> None:
         self._seen.add(untried.layout)
-        dear = (untried.price_s / self._trials.trial_s) ** _DEAR
-        heapq.heappush(self._heap, (rounded(untried.promised_s * dear), next(self._numbers), untried))
+        item = rounded(untried.promised_s), next(self._numbers), untried
+        heapq.heappush(self._heap, item)
 
     def _factor(self, layout: PlanLayout) -> float:
         """By which a layout should take longer than estimated, by the choices in it."""

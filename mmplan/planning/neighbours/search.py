@@ -5,14 +5,14 @@ units share devices, and how the whole runs: backwards, order, ZeRO stage. The s
 the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_first`).
 
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
-groups. The few that promise most are tried first, and the best of them is one more start. Where no solver has a plan that
+groups. The few that promise most are tried first, and the best of them is the start of a search of
+its own. Of the two searches that with the better start comes first. Where no solver has a plan that
 fits, the first small layout that does is the plan.
 """
 
 from __future__ import annotations
 
 import heapq
-import os
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +29,9 @@ from mmplan.solvers.problem import Candidate
 _UNIFORM = 6
 # Share of the budget for these and for changes of the best of them.
 UNIFORM_SHARE = 0.3
-# Share of what is left that the second search has at least, if that is enough for a few trials.
-_SECOND_SHARE = float(os.environ.get("SEC","0.4"))
+# The second search has this share of the rest and what the first one leaves, unless the share is
+# enough for fewer trials than these.
+_SECOND_SHARE = 0.4
 _FEW = 16
 
 
@@ -48,31 +49,24 @@ class NeighbourSearch:
     def run(self, starts: Sequence[Plan]) -> Neighbours:
         """The best plan that changes of some others lead to.
 
-        Changes of the better of starts and uniform layouts are tried first; those of the other with
-        what is left.
-
         Args:
             starts: simulated, best first; one at least.
         """
-        trials, budget = self._trials, self._trials.budget
-        uniform = self._best_uniform(starts[0].training.zero)
-        origins = [Neighbours(plan=starts[0], start=starts[0])]
+        best = Neighbours(plan=starts[0], start=starts[0])
+        origins = [starts]
+        uniform = self._best_uniform(starts[0])
         if uniform is not None:
-            origins.append(replace(uniform, start=starts[0]))
-            origins.sort(key=lambda own: merit(own.plan))
-        found = origins[0]
-        for number, own in enumerate(origins):
-            others = origins[number + 1 :]
-            kept_s = _SECOND_SHARE * budget.left_s if others else 0.0
-            if others and kept_s < _FEW * trials.price_s(others[0].plan):
-                kept_s = 0.0
-            search = BestFirstSearch(trials, least_s=self._least_s, kept_s=kept_s)
-            other = search.run([own.plan] if own.candidate else starts)
-            if other.candidate is not None and own.candidate is not None:
-                other = replace(other, start=starts[0])
-            if merit(other.plan) < merit(found.plan):
-                found = other
-        return replace(found, evaluations=trials.evaluations)
+            best = min(best, uniform, key=lambda own: merit(own.plan))
+            origins = sorted([starts, [uniform.plan]], key=lambda own: merit(own[0]))
+        kept_s = _SECOND_SHARE * self._trials.budget.left_s
+        if uniform is None or kept_s < _FEW * self._trials.trial_s:
+            kept_s = 0.0
+        for own in origins:
+            search = BestFirstSearch(self._trials, least_s=self._least_s, kept_s=kept_s)
+            found, kept_s = search.run(own), 0.0
+            if merit(found.plan) < merit(best.plan):
+                best = found if own is starts else replace(found, start=starts[0])
+        return replace(best, evaluations=self._trials.evaluations)
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
@@ -99,12 +93,16 @@ class NeighbourSearch:
                 heapq.heappush(heap, (held, next(numbers), other))
         return None
 
-    def _best_uniform(self, least_zero: int) -> Neighbours | None:
-        """The best of the few uniform layouts that promise most and fit."""
+    def _best_uniform(self, start: Plan) -> Neighbours | None:
+        """The best of the few uniform layouts that promise most and fit.
+
+        Args:
+            start: what the others are reported to come from; none has a lower ZeRO stage.
+        """
         trials, found = self._trials, None
         # Most is for changes of the best.
         until_s = (1 - UNIFORM_SHARE / 2) * trials.budget.left_s
-        for layout in self._uniform(least_zero):
+        for layout in self._uniform(start.training.zero):
             candidate = trials.candidate(layout)
             if candidate is None or trials.needed(layout) > trials.memory_bytes:
                 continue
@@ -112,7 +110,7 @@ class NeighbourSearch:
                 break
             plan, _ = trials.run(layout, candidate)
             if plan is not None and (found is None or merit(plan) < merit(found.plan)):
-                found = Neighbours(plan=plan, start=plan, candidate=candidate)
+                found = Neighbours(plan=plan, start=start, candidate=candidate)
         return found
 
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
