@@ -208,7 +208,9 @@ def search_with(
     budget_s: float = 1000.0,
 ) -> NeighbourSearch:
     budget = SearchBudget(budget_s)
-    trials = LayoutTrials(whole.request, trial=trial, trial_s=0.0, budget=budget)
+    trials = LayoutTrials(
+        whole.request, trial=trial, trial_s=0.0, price_s=lambda plan: 0.0, budget=budget
+    )
     return NeighbourSearch(trials, least_s=0.0)
 
 

@@ -89,7 +89,10 @@ class LayoutChanges:
             near = (
                 choice
                 for index in own
-                for choice in (layout.choices[index], *self._choices_near(index, layout))
+                for choice in (
+                    layout.choices[index],
+                    *self._choices_near(index, layout, least_tp=True),
+                )
             )
             for choice in dict.fromkeys(near) if len(own) > 1 else ():
                 others = {
@@ -112,12 +115,21 @@ class LayoutChanges:
             for choice in self._choices_near(index, layout):
                 yield layout.with_choices({index: choice})
 
-    def _choices_near(self, index: int, layout: PlanLayout) -> Iterator[UnitChoice]:
-        """Other degrees on about as many devices, other sizes."""
+    def _choices_near(
+        self, index: int, layout: PlanLayout, *, least_tp: bool = False
+    ) -> Iterator[UnitChoice]:
+        """Other degrees on about as many devices, other sizes.
+
+        Args:
+            least_tp: the least tensor-parallel degree too, however far.
+        """
         choice = layout.choices[index]
         free = self._request.devices - layout.devices
         room = layout.group_devices(layout.group_of(index)) + free
-        yield from self._degrees_near(index, choice, room)
+        tps = _beside(self._space.tensor_degrees(index), choice.tp)
+        if least_tp:
+            tps = sorted({*tps, min(self._space.tensor_degrees(index), default=choice.tp)})
+        yield from self._degrees_near(index, choice, room, tps)
         yield from self._sizes_near(index, choice)
         yield from self._items_near(index, choice)
 
@@ -135,8 +147,9 @@ class LayoutChanges:
             ]
         yield from (other for other in found if other is not None)
 
-    def _degrees_near(self, index: int, choice: UnitChoice, room: int) -> Iterator[UnitChoice]:
-        tps = _beside(self._space.tensor_degrees(index), choice.tp)
+    def _degrees_near(
+        self, index: int, choice: UnitChoice, room: int, tps: Sequence[int]
+    ) -> Iterator[UnitChoice]:
         near = {choice.pp, choice.pp - 1, choice.pp + 1, choice.pp // 2, choice.pp * 2}
         shapes: list[tuple[int, int, int]] = []
         for tp in tps:

@@ -59,7 +59,7 @@ class NeighbourSearch:
             best = min(best, uniform, key=lambda own: merit(own.plan))
             origins = sorted([starts, [uniform.plan]], key=lambda own: merit(own[0]))
         kept_s = _SECOND_SHARE * self._trials.budget.left_s
-        if uniform is None or kept_s < _FEW * self._trials.trial_s:
+        if uniform is None or kept_s < _FEW * self._trials.price_s(origins[1][0]):
             kept_s = 0.0
         for own in origins:
             search = BestFirstSearch(self._trials, least_s=self._least_s, kept_s=kept_s)

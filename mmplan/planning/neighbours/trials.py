@@ -26,6 +26,7 @@ class LayoutTrials:
             bytes that it needs at least, 0 or infinite where nobody knows. It spends from the
             budget what it takes.
         trial_s: seconds of a quiet core that a trial takes about.
+        price_s: of a plan that was simulated, these seconds.
         budget: of all trials and estimates.
 
     Attributes:
@@ -39,9 +40,10 @@ class LayoutTrials:
         *,
         trial: Callable[[Candidate], tuple[Plan | None, float]],
         trial_s: float,
+        price_s: Callable[[Plan], float],
         budget: SearchBudget,
     ) -> None:
-        self.budget, self.trial_s = budget, trial_s
+        self.budget, self.trial_s, self.price_s = budget, trial_s, price_s
         self.memory_bytes = request.cluster.device.memory_bytes
         self.space = LayoutSpace(request)
         self.estimates = LayoutEstimates(self.space)

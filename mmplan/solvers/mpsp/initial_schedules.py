@@ -194,8 +194,10 @@ _FROM_BEST = 0.7
 _NEW_RULES = 0.2
 # Share of the draws that are patient.
 _PATIENT = 0.2
-# Bisection steps for the end C: 1/16384 of the range.
-_BISECTIONS = 14
+# The end C is found to this part of the range.
+_PARTS = 16_384
+# The search for it goes from the last end in steps that become longer by this factor.
+_FURTHER = 4
 # Shares of a chain below this are rounding errors: it has ended.
 _DONE = 1e-9
 
@@ -218,10 +220,15 @@ class FluidSettings:
 
 
 class FluidScheduler:
-    """Draws settings around the graph bound's seconds of each chain, and makes their segments."""
+    """Draws settings around the graph bound's seconds of each chain, and makes their segments.
+
+    Attributes:
+        looked: for how many devices it asked so far what one chain needs.
+    """
 
     def __init__(self, instance: Instance, spans_s: Sequence[float], rng: random.Random) -> None:
         chains = instance.chains
+        self.looked = 0
         self._devices = instance.devices
         self._rng = rng
         self._spans_s = tuple(spans_s)
@@ -296,7 +303,7 @@ class FluidScheduler:
         end_s, wanted = self._least_end(state, settings)
         if settings.keep_share and state.chosen:
             later_s = state.now + (end_s - state.now) * (1 + settings.keep_share)
-            smallest = self._needs(state, later_s, settings)
+            smallest, _ = self._needs(state, later_s, settings)
             for m, i in state.chosen.items():
                 if smallest[m] <= i <= wanted[m] + 2:
                     wanted[m] = i
@@ -340,37 +347,47 @@ class FluidScheduler:
             base, left = state.now + state.tails[m], state.left[m]
             low = max(low, base + left * self._seconds[m][-1])
             high = max(high, base + left * self._seconds[m][0])
-        wanted = self._needs(state, low, settings)
-        if self._fits(wanted):
+        wanted, devices = self._needs(state, low, settings)
+        if devices <= self._devices:
             return low, wanted
-        best = self._needs(state, high, settings)
-        if self._fits(best):
-            for _ in range(_BISECTIONS):
-                middle = (low + high) / 2
-                wanted = self._needs(state, middle, settings)
-                if self._fits(wanted):
-                    high, best = middle, wanted
-                else:
-                    low = middle
-        return high, best
-
-    def _needs(self, state: _State, end_s: float, settings: FluidSettings) -> dict[int, int]:
-        """Position of the count that each chain needs; -1 where it can wait."""
-        found: dict[int, int] = {}
-        for m in state.active:
-            time_s = (end_s - state.now - state.tails[m]) * (1 + _DONE)
-            left, speeds = state.left[m], self._speeds[m]
-            slack_s = time_s - left * self._seconds[m][-1 if settings.patient else 0]
-            if m not in state.chosen and slack_s > settings.wait_s:
-                found[m] = -1
-            elif time_s <= 0:
-                found[m] = len(speeds) - 1
+        least_s = step_s = (high - low) / _PARTS
+        # Mostly it is about what it was when the last chain ended.
+        middle, best = state.end_s, None
+        if not low < middle < high:
+            middle = (low + high) / 2
+        while high - low > least_s and low < middle < high:
+            wanted, devices = self._needs(state, middle, settings)
+            if devices <= self._devices:
+                high, best = middle, wanted
+                middle = max(high - step_s, (low + high) / 2)
             else:
-                found[m] = min(bisect_left(speeds, left / time_s), len(speeds) - 1)
-        return found
+                low = middle
+                middle = min(low + step_s, (low + high) / 2)
+            step_s *= _FURTHER
+        state.end_s = high
+        return high, self._needs(state, high, settings)[0] if best is None else best
 
-    def _fits(self, wanted: dict[int, int]) -> bool:
-        return sum(self._counts[m][i] for m, i in wanted.items() if i >= 0) <= self._devices
+    def _needs(
+        self, state: _State, end_s: float, settings: FluidSettings
+    ) -> tuple[dict[int, int], int]:
+        """Position of the count that each chain needs, -1 where it can wait; and all devices."""
+        found: dict[int, int] = {}
+        devices, fastest = 0, -1 if settings.patient else 0
+        left, tails, chosen = state.left, state.tails, state.chosen
+        counts, all_speeds, all_seconds = self._counts, self._speeds, self._seconds
+        time_s, wait_s = (end_s - state.now) * (1 + _DONE), settings.wait_s
+        self.looked += len(state.active)
+        for m in state.active:
+            own_s, speeds = time_s - tails[m], all_speeds[m]
+            if m not in chosen and own_s - left[m] * all_seconds[m][fastest] > wait_s:
+                found[m] = -1
+                continue
+            i = len(speeds) - 1
+            if own_s > 0:
+                i = min(bisect_left(speeds, left[m] / own_s), i)
+            found[m] = i
+            devices += counts[m][i]
+        return found, devices
 
     def _advance(self, state: _State, shares: list[list[tuple[int, float, float]]]) -> None:
         """Run the chosen chains until the first one ends."""
@@ -389,10 +406,11 @@ class _State:
 
     Attributes:
         chosen: position of the count of each chain that runs.
+        end_s: the least end that was found last.
     """
 
     def __init__(self, num_before: Sequence[int], tails: list[float]) -> None:
-        self.now = 0.0
+        self.now, self.end_s = 0.0, 0.0
         self.tails = tails
         self.left = [1.0] * len(tails)
         self.active = [m for m, count in enumerate(num_before) if not count]

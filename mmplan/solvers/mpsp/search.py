@@ -18,7 +18,7 @@ from mmplan.solvers.search_budget import SearchBudget
 # Share of the budget for bi-point schedules.
 _PORTFOLIO_SHARE = 0.1
 # Share of the budget for fluid schedules.
-_FLUID_SHARE = 0.5
+_FLUID_SHARE = 0.3
 # Share of what the initial schedules leave for annealing the best of them: annealing it twice
 # finds shorter ones than annealing it once.
 _TRIAL_SHARE = 0.1
@@ -45,14 +45,14 @@ _MANY_COUNTS = 20
 # Segments of a chain at most: cuts move activations.
 _MAX_SEGMENTS = 4
 # Seconds of a quiet core. A segment decoded, and a move of the annealing beside that.
-_SEGMENT_S = 1.5e-6
-_MOVE_S = 1.9e-5
+_SEGMENT_S = 1.2e-6
+_MOVE_S = 1.2e-5
 # An initial schedule, for each chain and each of its counts.
-_CHAIN_S = 1.1e-5
-_COUNT_S = 4e-7
-# A fluid schedule, for each chain and each pair of them.
-_FLUID_CHAIN_S = 4e-5
-_FLUID_PAIR_S = 4e-6
+_CHAIN_S = 6e-6
+_COUNT_S = 2.5e-7
+# A fluid schedule, for each chain, and each time that it asks how many devices one needs.
+_FLUID_CHAIN_S = 3e-5
+_FLUID_LOOK_S = 2.4e-7
 
 
 def find_schedules(
@@ -171,16 +171,16 @@ def _fluid_schedules(
     """Fluid schedules; settings are drawn near the best ones so far."""
     rated: list[_Rated] = []
     first, best, least_s = scheduler.first(), None, math.inf
-    chains = len(evaluator.instance.chains)
-    made_s = _FLUID_CHAIN_S * chains + _FLUID_PAIR_S * chains**2
+    chains_s = _FLUID_CHAIN_S * len(evaluator.instance.chains)
     while not rated or not budget.is_over:
         settings = first.pop() if first else scheduler.draw(best)
-        before = evaluator.decoded
+        before, looked = evaluator.decoded, scheduler.looked
         segments = scheduler.segments(settings)
         own = [_Rated.of(evaluator, ChainSchedule(segments, strict)) for strict in (False, True)]
         rated += own
         decoded = evaluator.decoded - before
-        budget.spend(made_s + _SEGMENT_S * decoded)
+        looked_s = _FLUID_LOOK_S * (scheduler.looked - looked)
+        budget.spend(chains_s + looked_s + _SEGMENT_S * decoded)
         cost_s = min(map(_cost, own))
         if cost_s < least_s:
             best, least_s = settings, cost_s
