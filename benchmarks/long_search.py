@@ -141,6 +141,7 @@ class LongSearch:
         self._job, self._profile, self._start = job, profile, start
         self._rng = random.Random(seed)
         self._free = free_modules(job)
+        self._zero_of = {unit.module: unit.zero for unit in start.units}
         self._setting = cache(self._settled)
         first = self._setting(self._chosen(start))
         self._modules = first.space.modules
@@ -275,7 +276,9 @@ class LongSearch:
             unit = self._unit(setting, index, place)
             if unit is None:
                 return None
-            units.append(unit)
+            # One stage for all units with the same parameters, as in the start.
+            own = self._zero_of.get(unit.module) or 0
+            units.append(unit.model_copy(update={"zero": own if own > state.zero else None}))
         zero = cast("Literal[0, 1, 2, 3]", state.zero)
         return self._start.model_copy(
             update={

@@ -61,17 +61,14 @@ def find_schedules(
     """The best schedules that are found within the budget, by a label; equal ones once.
 
     They are the best of all, the best with one segment for each chain (which moves no activations
-    within a MetaOp), and the tasks one after another.
+    within a MetaOp), and the tasks one after another. The best ones before the search is over are
+    given too: with messages and sums of gradients theirs may be the shortest step.
 
     Args:
         bound_s: no schedule's forwards and backwards take less.
     """
-    best, uncut = _search(Evaluator(instance), _targets(instance), bound_s, budget)
-    schedules = {
-        "the best schedule of slices": best,
-        "one slice for each MetaOp": uncut,
-        "tasks one after another": sequential_schedule(instance),
-    }
+    schedules = _search(Evaluator(instance), _targets(instance), bound_s, budget)
+    schedules["tasks one after another"] = sequential_schedule(instance)
     unique: dict[str, ChainSchedule] = {}
     for label, schedule in schedules.items():
         if schedule not in unique.values():
@@ -109,8 +106,8 @@ def _search(
     targets: Sequence[Sequence[float]],
     bound_s: float,
     budget: SearchBudget,
-) -> tuple[ChainSchedule, ChainSchedule]:
-    """The best schedule, and the best one with one segment for each chain."""
+) -> dict[str, ChainSchedule]:
+    """The best schedule, the best one with one segment for each chain, and those before them."""
     rng = random.Random(0)
     instance, all_s = evaluator.instance, budget.left_s
     # Each kind has its share of the budget, and at least one schedule.
@@ -120,14 +117,22 @@ def _search(
     pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), own))
     every = sorted((rated for own in pools for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
-    starts = [min(own, key=_cost) for own in pools if own] + [uncut]
+    named = zip(("bi-point slices", "fluid slices"), pools, strict=True)
+    starts = {label: min(own, key=_cost) for label, own in named}
+    starts["one slice for each MetaOp, not annealed"] = uncut
     left_s = budget.left_s
     annealing = _Annealing(evaluator, rng, bound_s)
-    trial = annealing.run(min(starts, key=_cost), budget.part(left_s * _TRIAL_SHARE), _MOVES)
+    first = min(starts.values(), key=_cost)
+    trial = annealing.run(first, budget.part(left_s * _TRIAL_SHARE), _MOVES)
     uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
-    best = min(trial, uncut, key=_cost)
-    best = annealing.run(best, budget, _MOVES)
-    return best.schedule, uncut.schedule
+    best = annealing.run(min(trial, uncut, key=_cost), budget, _MOVES)
+    found = {
+        "the best schedule of slices": best,
+        "one slice for each MetaOp": uncut,
+        "slices annealed for a while": trial,
+        **starts,
+    }
+    return {label: rated.schedule for label, rated in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
