@@ -534,6 +534,30 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
     assert tried(job, costs, starts, budget_s=1.0)
 
 
+def test_leads_come_first_where_a_step_takes_longer_than_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No estimate sees how many micro-batches are in flight."""
+    costs = profile({n: module_profile(1.0, 2.0, fixed_s=1.0, blocks=4) for n in "ab"}, 4)
+    loss = {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}
+    job = workload({"a": {}, "b": {"inputs": ["a"]}}, batch=16, losses={"loss": loss})
+    start = run_solve(tmp_path, job, costs, budget_s=0.0, solver="ratio")
+    predicted = start.predicted.model_copy(update={"iteration_s": 3 * start.predicted.iteration_s})
+    slow = start.model_copy(update={"predicted": predicted})
+
+    def place() -> int:
+        """That of the first trial with the degrees and sizes of the start."""
+        shapes = [[(u.ranks, u.blocks, u.microbatches) for u in c.units] for c in every()]
+        return shapes.index([(u.ranks, u.blocks, u.microbatches) for u in slow.units])
+
+    def every() -> list[Candidate]:
+        return tried(job, costs, [slow], budget_s=1.0)
+
+    early = place()
+    monkeypatch.setattr("mmplan.planning.neighbours.best_first._UNSEEN_SHARE", 0.0)
+    assert early < place()
+
+
 def test_a_search_with_nothing_left_ends_with_forwards_first(tmp_path: Path) -> None:
     job, costs = small_job(7)
     start = run_solve(tmp_path, job, costs, budget_s=0.0)
