@@ -269,14 +269,10 @@ class _OptionRows(NamedTuple):
     lead: int
     columns: dict[str, NDArray[Any]]
 
-    def options(self, rows: Indices, *, pinned: bool) -> Iterator[Option]:
-        """Some of them."""
-        make = partial(
-            Option, tp=self.tp, pp=self.pp, kind=self.kind, lead=self.lead, pinned=pinned
-        )
-        columns = [column[rows].tolist() for column in self.columns.values()]
-        for own in zip(*columns, strict=True):
-            yield make(**dict(zip(self.columns, own, strict=True)))
+    def option(self, row: int, *, pinned: bool) -> Option:
+        """One of them."""
+        own = {name: column[row].item() for name, column in self.columns.items()}
+        return Option(tp=self.tp, pp=self.pp, kind=self.kind, lead=self.lead, pinned=pinned, **own)
 
 
 class ModuleOptions:
@@ -433,7 +429,6 @@ class ModuleOptions:
         if chained:
             names += ["fill_forward_s", "steady_forward_s", "drain_backward_s"]
             names += ["steady_backward_s"]
-        pinned = self._pins.microbatch is not None
         groups: dict[Hashable, list[_OptionRows]] = {}
         for own in rows:
             groups.setdefault(self.coupling and self.coupling.key(own), []).append(own)
@@ -445,9 +440,7 @@ class ModuleOptions:
             cuts = np.hstack([2 * own.columns["count"] + own.columns["even"] for own in group])
             for key in np.unique(cuts) if chained else [None]:
                 members = np.flatnonzero(cuts == key) if chained else np.arange(len(cuts))
-                kept, made = members[pareto_rows(values[members])], dict[int, Option]()
-                for index in np.unique(owner[kept]):
-                    own = kept[owner[kept] == index]
-                    options = group[index].options(row[own], pinned=pinned)
-                    made |= zip(own.tolist(), options, strict=True)
-                yield from (made[i] for i in kept.tolist())
+                for i in members[pareto_rows(values[members])]:
+                    yield group[owner[i]].option(
+                        int(row[i]), pinned=self._pins.microbatch is not None
+                    )
