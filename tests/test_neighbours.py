@@ -33,6 +33,7 @@ from mmplan.schema.plan import (
     PlannedTraining,
     Prediction,
     SolverReport,
+    Unit,
 )
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
@@ -545,13 +546,13 @@ def test_leads_come_first_where_a_step_takes_longer_than_estimated(
     predicted = start.predicted.model_copy(update={"iteration_s": 3 * start.predicted.iteration_s})
     slow = start.model_copy(update={"predicted": predicted})
 
+    def shape(units: Sequence[Unit]) -> list[object]:
+        return [(unit.ranks, unit.blocks, unit.microbatches) for unit in units]
+
     def place() -> int:
         """That of the first trial with the degrees and sizes of the start."""
-        shapes = [[(u.ranks, u.blocks, u.microbatches) for u in c.units] for c in every()]
-        return shapes.index([(u.ranks, u.blocks, u.microbatches) for u in slow.units])
-
-    def every() -> list[Candidate]:
-        return tried(job, costs, [slow], budget_s=1.0)
+        every = tried(job, costs, [slow], budget_s=1.0)
+        return [shape(candidate.units) for candidate in every].index(shape(slow.units))
 
     early = place()
     monkeypatch.setattr("mmplan.planning.neighbours.best_first._UNSEEN_SHARE", 0.0)

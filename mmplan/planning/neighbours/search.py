@@ -27,7 +27,7 @@ from mmplan.solvers.problem import Candidate
 
 # Uniform layouts that are tried. Chosen by hand, as all that follows.
 _UNIFORM = 6
-# Share of the budget for these and for changes of the best of them.
+# Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
 # The second search has this share of the rest and what the first one leaves, unless the share is
 # enough for fewer trials than these.
