@@ -16,6 +16,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
+from mmplan.simulation.symmetry import compiled
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
 LOSS = {"l": {"factory": FACTORY, "inputs": ["llm"]}}
@@ -56,6 +57,14 @@ def test_no_more_than_is_held_where_devices_run_several(solver: str, tmp_path: P
     assert 0.5 * held < least(plan, costs) <= held
 
 
+@pytest.mark.parametrize("solver", ["distmm", "colocated", "mpsp"])
+def test_bytes_are_known_before_the_simulation(solver: str, tmp_path: Path) -> None:
+    costs = given(("a", "b"), 4)
+    plan = run_solve(tmp_path, workload(PAIR, batch=16, sync_batch=8), costs, solver=solver)
+    own = compiled(plan, CostModel(costs, plan.cluster, plan.training))
+    assert own.peak_bytes == pytest.approx(max(plan.predicted.memory_bytes))
+
+
 def least_s(plan: Plan, costs: Profile, *, as_planned: bool = False) -> float:
     own = CostModel(costs, plan.cluster, plan.training)
     return least_step_s(plan, own, as_planned=as_planned)
@@ -92,17 +101,16 @@ def test_a_last_stage_waits_for_its_first_micro_batch(tmp_path: Path) -> None:
     assert least_s(plan, costs, as_planned=True) == pytest.approx(least + last * 2.0)
 
 
-def test_a_plan_that_two_solvers_find_is_simulated_once(
+def test_a_plan_that_two_solvers_find_is_compiled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
 
     def counted(plan: Plan, *others: Any) -> Any:
         seen.append((plan.training.zero, plan.units, plan.losses, plan.waves, str(plan.order)))
-        return simulated(plan, *others)
+        return compiled(plan, *others)
 
-    simulated = candidate_plans.simulated
-    monkeypatch.setattr(candidate_plans, "simulated", counted)
+    monkeypatch.setattr(candidate_plans, "compiled", counted)
     costs, task = given(("vision", "llm"), 4), workload(CHAIN, batch=16, losses=LOSS)
     run_solve(tmp_path, task, costs, solver="auto")
     assert len(seen) == len(set(seen)) > 1

@@ -26,7 +26,7 @@ from mmplan.schema.workload import TaskView, Workload
 from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
-from mmplan.simulation.symmetry import BestSteps, simulated
+from mmplan.simulation.symmetry import BestSteps, CompiledPlan, compiled
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.registry import BASELINES
@@ -81,6 +81,8 @@ class CandidatePlans:
         # Several solvers find the same plan.
         self._predicted: dict[Hashable, Prediction] = {}
         self._instructions: dict[Hashable, int] = {}
+        # Bytes of plans that were compiled, and then not simulated, for they do not fit.
+        self._refused: dict[Hashable, float] = {}
 
     @property
     def memory_bytes(self) -> float:
@@ -91,9 +93,9 @@ class CandidatePlans:
         """Whether a simulated plan fits the memory."""
         return peak_bytes(plan.predicted) <= self.memory_bytes
 
-    def instructions_of(self, plan: Plan) -> int:
-        """Of a simulated plan."""
-        return self._instructions[_what_runs(plan)]
+    def instructions_of(self, plan: Plan) -> int | None:
+        """Of a plan that was compiled, None of another one."""
+        return self._instructions.get(_what_runs(plan))
 
     def attempt(
         self,
@@ -131,13 +133,16 @@ class CandidatePlans:
     ) -> tuple[Plan, float]:
         """The bytes that a plan needs at least; of a simulated one all of them.
 
-        It is simulated where it may fit the memory and may take no more than ``limit_s``, with no
+        It is simulated where it fits the memory and may take no more than ``limit_s``, with no
         more than ``most`` instructions, about.
 
         Raises:
             InvalidInputError: it cannot run.
         """
-        if _what_runs(plan) in self._predicted:
+        key = _what_runs(plan)
+        if key in self._refused:
+            return plan, self._refused[key]
+        if key in self._predicted:
             plan = self.simulated(plan)
             return plan, peak_bytes(plan.predicted)
         lowered = lower_plan(plan)
@@ -152,8 +157,12 @@ class CandidatePlans:
         needed = memory_lower_bound(plan, self.request.costs, lowered)
         if needed > self.memory_bytes:
             return plan, needed
-        plan = self.simulated(plan, lowered)
-        return plan, peak_bytes(plan.predicted)
+        program = self._compiled(plan, lowered)
+        if program.peak_bytes > self.memory_bytes:
+            self._refused[key] = program.peak_bytes
+            return plan, program.peak_bytes
+        self._predicted[key] = self._simulate(program)
+        return plan.model_copy(update={"predicted": self._predicted[key]}), program.peak_bytes
 
     def plan(self, solution: Solution, candidate: Candidate) -> Plan:
         """The candidate as a plan that is not simulated yet."""
@@ -188,7 +197,7 @@ class CandidatePlans:
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
-    def simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
+    def simulated(self, plan: Plan) -> Plan:
         """The plan with its prediction.
 
         Raises:
@@ -196,14 +205,19 @@ class CandidatePlans:
         """
         key = _what_runs(plan)
         if key not in self._predicted:
-            self._predicted[key] = self._simulate(plan, lowered)
+            self._predicted[key] = self._simulate(self._compiled(plan))
         return plan.model_copy(update={"predicted": self._predicted[key]})
 
-    def _simulate(self, plan: Plan, lowered: LoweredPlan | None) -> Prediction:
-        step = simulated(plan, self.request.costs, lowered)
-        self._instructions[_what_runs(plan)] = sum(map(len, step[0].program.instructions))
-        self.effort += self._instructions[_what_runs(plan)]
-        predicted = prediction(step[0], plan)
+    def _compiled(self, plan: Plan, lowered: LoweredPlan | None = None) -> CompiledPlan:
+        program = compiled(plan, self.request.costs, lowered)
+        self._instructions[_what_runs(plan)] = program.num_instructions
+        # One price, of what does not fit and is not simulated too: about right for both together.
+        self.effort += program.num_instructions
+        return program
+
+    def _simulate(self, program: CompiledPlan) -> Prediction:
+        step = program.simulated()
+        predicted = prediction(step[0], program.plan)
         if self._steps is not None and peak_bytes(predicted) <= self.memory_bytes:
             self._steps.keep(predicted, step)
         return predicted

@@ -80,7 +80,7 @@ SIMULATION_BUDGETS = 3
 # Of those large ones a formula's value may be more than the best step by this factor; chosen by
 # hand: where formulas are wrong they promise too much.
 FORMULA_SLACK = 1.25
-# Of it, what a plan takes that the memory refuses before it is simulated.
+# Of it, what a plan takes that the memory refuses before it is compiled.
 REFUSED_PRICE = 0.3
 # Patience is longer by this factor while no plan fits the memory; chosen by hand.
 PATIENCE_WITHOUT_PLAN = 4
@@ -363,18 +363,18 @@ class _PlanSearch:
                 plan, needed = self._plans.with_bytes(
                     self._plans.plan(solution, candidate), most=left
                 )
-            is_simulated = plan is not None and plan.predicted.iteration_s > 0
+            is_compiled = plan is not None and self._plans.instructions_of(plan) is not None
             fits = needed <= self._plans.memory_bytes
             # Others were lowered only; those that are too large, for more than a small one takes.
-            price = 1.0 if is_simulated or fits else REFUSED_PRICE
+            price = 1.0 if is_compiled or fits else REFUSED_PRICE
             budget.spend(price * (self._plans.effort - before) / INSTRUCTIONS_PER_S)
-            return plan if is_simulated and fits else None, needed
+            return plan if is_compiled and fits else None, needed
 
         trials = LayoutTrials(
             self._request,
             trial=trial,
             trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
-            price_s=lambda plan: self._plans.instructions_of(plan) / INSTRUCTIONS_PER_S,
+            price_s=lambda plan: (self._plans.instructions_of(plan) or 0) / INSTRUCTIONS_PER_S,
             budget=budget,
         )
         return NeighbourSearch(trials, least_s=solution.formula_bound_s)

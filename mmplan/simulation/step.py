@@ -94,7 +94,13 @@ class Simulation:
 
 
 @rare_collections()
-def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) -> Simulation:
+def simulate(
+    program: Program,
+    costs: ProgramCosts,
+    *,
+    contention: bool = True,
+    held: tuple[float, ...] | None = None,
+) -> Simulation:
     """Run one step of a program that has no faults.
 
     A send returns at once and its message arrives ``message_s`` later; the messages from
@@ -112,6 +118,7 @@ def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) 
         costs: of its instructions.
         contention: False gives every transfer the network to itself, to see the cost of
             sharing it.
+        held: :func:`peak_bytes`, where they are known.
 
     Raises:
         InvalidInputError: the program deadlocks.
@@ -148,7 +155,7 @@ def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) 
             for b, c, u in zip(busy, communication, used, strict=True)
         ),
         used=used,
-        peak_bytes=peak_bytes(program, costs),
+        peak_bytes=peak_bytes(program, costs) if held is None else held,
         samples=sum(program.batches.values()),
         flops=costs.flops(),
     )
@@ -298,7 +305,7 @@ def _seconds(
     program: Program, durations: Durations, rank: int, kinds: tuple[type[Instruction], ...]
 ) -> float:
     row = zip(program.instructions[rank], durations.instruction[rank], strict=True)
-    return sum(seconds for item, seconds in row if isinstance(item, kinds))
+    return sum(seconds for item, seconds in row if seconds and isinstance(item, kinds))
 
 
 def peak_bytes(program: Program, costs: ProgramCosts) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ most messages of the group, and a message counts as often as the group sends it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.processes import rare_collections
@@ -31,7 +31,7 @@ from mmplan.program.model import (
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.program.symmetry_classes import LoweredPlan, Quotient, lower_plan
 from mmplan.schema.plan import Plan, Prediction
-from mmplan.simulation.step import Simulation, prediction, simulate
+from mmplan.simulation.step import Simulation, peak_bytes, prediction, simulate
 
 
 def predict(plan: Plan, costs: CostModel) -> Prediction:
@@ -69,9 +69,45 @@ class BestSteps:
         return next(found, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPlan:
+    """The program of a plan's quotient: what it holds is known before it is simulated.
+
+    Attributes:
+        quotient: None where the program is that of the whole plan.
+        held: bytes of each rank with a row at its peak.
+    """
+
+    plan: Plan
+    program: Program
+    costs: ProgramCosts
+    quotient: Quotient | None
+    held: tuple[float, ...]
+
+    @property
+    def num_instructions(self) -> int:
+        """Of all rows."""
+        return sum(map(len, self.program.instructions))
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        if self.quotient is None:
+            return max(self.held)
+        return max(_of_all_ranks(self.held, self.quotient, self.plan))
+
+    @rare_collections()
+    def simulated(self) -> Simulated:
+        """One step of the plan."""
+        step = simulate(self.program, self.costs, held=self.held)
+        if self.quotient is None:
+            return step, {r: r for r in range(self.plan.devices) if step.used[r]}
+        return _expanded(step, self.quotient, self.plan), self.quotient.representative
+
+
 @rare_collections()
-def simulated(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> Simulated:
-    """One step of the plan, simulated through its quotient.
+def compiled(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> CompiledPlan:
+    """The program of a plan's quotient.
 
     Args:
         plan: the plan.
@@ -85,12 +121,19 @@ def simulated(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) 
     program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
     quotient = lowered.quotient
     if quotient is None:
-        whole_step = simulate(program, ProgramCosts(program, costs, plan))
-        return whole_step, {r: r for r in range(plan.devices) if whole_step.used[r]}
-    # The whole plan, with the instructions of the representatives only.
-    whole = Program.of(plan, lowered.graph, program.instructions)
-    simulation = simulate(program, _WholeCosts(whole, costs, plan, quotient))
-    return _expanded(simulation, quotient, plan), quotient.representative
+        own = ProgramCosts(program, costs, plan)
+    else:
+        # The whole plan, with the instructions of the representatives only.
+        whole = Program.of(plan, lowered.graph, program.instructions)
+        own = _WholeCosts(whole, costs, plan, quotient)
+    return CompiledPlan(
+        plan=plan, program=program, costs=own, quotient=quotient, held=peak_bytes(program, own)
+    )
+
+
+def simulated(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> Simulated:
+    """One step of the plan, simulated through its quotient; see :func:`compiled`."""
+    return compiled(plan, costs, lowered).simulated()
 
 
 class _WholeCosts(ProgramCosts):
@@ -186,9 +229,7 @@ def _expanded(simulation: Simulation, quotient: Quotient, plan: Plan) -> Simulat
     """The simulation with every rank of the whole plan in its per-rank values."""
 
     def expand(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(
-            values[quotient.representative.get(rank, rank)] for rank in range(plan.devices)
-        )
+        return _of_all_ranks(values, quotient, plan)
 
     return replace(
         simulation,
@@ -198,3 +239,8 @@ def _expanded(simulation: Simulation, quotient: Quotient, plan: Plan) -> Simulat
         used=tuple(rank in quotient.representative for rank in range(plan.devices)),
         peak_bytes=expand(simulation.peak_bytes),
     )
+
+
+def _of_all_ranks(values: Sequence[float], quotient: Quotient, plan: Plan) -> tuple[float, ...]:
+    """Values of the representatives, for every rank of the whole plan."""
+    return tuple(values[quotient.representative.get(rank, rank)] for rank in range(plan.devices))
