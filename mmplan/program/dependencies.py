@@ -6,7 +6,7 @@ The checks use them for an order in which the instructions can run, the simulato
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mmplan.program.instructions import (
     Collective,
@@ -160,7 +160,7 @@ class _Builder:
             return START_INSIDE, self._last_start[number]
         group = self._group((item.op, item.index, item.mb), len(reduction.ranks))
         if item.op is Op.REDUCE:
-            own = self._started_ids.get(replace(item, op=Op.REDUCE_START))
+            own = self._started_ids.get(Collective(Op.REDUCE_START, item.index, item.mb))
             start = self._last_start.get(number) if own is None else own
             if own is None:
                 self.dependencies.reduction[group] = item.index
@@ -171,7 +171,7 @@ class _Builder:
     def _sync(self, item: Sync) -> tuple[int, int]:
         loss = self._program.cross_sample(item.loss)
         on = loss.ranks, loss.channel
-        start = self._started(replace(item, op=Op.SYNC_START), on, len(loss.ranks))
+        start = self._started(Sync(Op.SYNC_START, item.loss, item.batch), on, len(loss.ranks))
         if item.op is Op.SYNC_START:
             return START, start
         group = self._group((Op.SYNC_WAIT, item.loss, item.batch), len(loss.ranks))

@@ -97,9 +97,9 @@ class Message:
 
     def key(self, rank: int) -> MessageKey:
         """The transfer of which this is the end on ``rank``."""
-        source, target = (rank, self.peer) if self.is_send else (self.peer, rank)
-        backward = self.op in _OF_GRADIENTS
-        return self.edge, backward, source, target, self.start, self.stop
+        op, peer = self.op, self.peer
+        source, target = (rank, peer) if op in _SENDS else (peer, rank)
+        return self.edge, op in _OF_GRADIENTS, source, target, self.start, self.stop
 
     def __str__(self) -> str:
         arrow = ">" if self.is_send else "<"

@@ -22,8 +22,8 @@ _InstructionRow = Sequence[Instruction]
 _StartsOfRow = Mapping[int, Sequence[int]]
 # Of a sum that is cut, the stage and the micro-batch after which each round is made.
 _Rounds = Sequence[tuple[Stage, int]]
-# A reduction that starts, or another collective.
-_Meeting = int | Sync | Collective | tuple[Compute, int, str]
+# A reduction that starts, or the fields of another collective: tuples have quick hashes.
+_Meeting = int | tuple[Op, int, int | None] | tuple[Op, int, int, int, str]
 
 
 def starting_stage(graph: Graph | Program, reduction: Reduction) -> Stage | None:
@@ -173,12 +173,14 @@ def _contradicted(
         while ready:
             rank = ready.pop()
             for operation, size in tails[rank]:
-                if operation in left_out:
+                if left_out and operation in left_out:
                     continue
-                arrived[operation].append(rank)
-                if len(arrived[operation]) == size:
+                there = arrived[operation]
+                there.append(rank)
+                if len(there) == size:
                     ready += arrived.pop(operation)
-                    to_come -= {operation}
+                    if isinstance(operation, int):
+                        to_come.discard(operation)
                 break
         stuck = to_come.intersection(arrived)
         if not stuck:
@@ -203,15 +205,14 @@ def _from_the_end(
             stage = graph.stages[item.stage]
             own = starts.get(position, ())
             met = stage.meeting(item.op, stage.place(rank)[0])
-            key = item, met[0] if met else 0
             if met:
-                yield (*key, "end"), len(met)
+                yield (item.op, item.stage, item.mb, met[0], "end"), len(met)
             for index in reversed(own):
                 yield index, len(graph.reductions[index].ranks)
             if met and own:
-                yield (*key, "begin"), len(met)
+                yield (item.op, item.stage, item.mb, met[0], "begin"), len(met)
         elif isinstance(item, Sync):
-            yield item, len(graph.losses[item.loss].ranks)
+            yield (item.op, item.loss, item.batch), len(graph.losses[item.loss].ranks)
         elif isinstance(item, Collective):
             owners = graph.losses if item.op is Op.COUNT else graph.reductions
-            yield item, len(owners[item.index].ranks)
+            yield (item.op, item.index, item.mb), len(owners[item.index].ranks)

@@ -180,8 +180,9 @@ def _components(plan: Plan, graph: Graph) -> list[Component]:
     joined = _DisjointSets()
     first: dict[int, Replica] = {}
     for u, unit in enumerate(plan.units):
+        grid = unit.grid
         for d in range(unit.dp):
-            for rank in unit.grid.replica(d):
+            for rank in grid.replica(d):
                 joined.join((u, d), first.setdefault(rank, (u, d)))
     position = {unit.name: u for u, unit in enumerate(plan.units)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
@@ -284,8 +285,9 @@ class _Shapes:
 def _ranks(plan: Plan, component: Component) -> Iterator[int]:
     """Every rank of a component, once for each of its units."""
     for unit, replicas in zip(plan.units, component, strict=True):
+        grid = unit.grid
         for d in replicas:
-            yield from unit.grid.replica(d)
+            yield from grid.replica(d)
 
 
 def _restrict(
