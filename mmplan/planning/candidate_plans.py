@@ -93,9 +93,13 @@ class CandidatePlans:
         """Whether a simulated plan fits the memory."""
         return peak_bytes(plan.predicted) <= self.memory_bytes
 
-    def instructions_of(self, plan: Plan) -> int | None:
-        """Of a plan that was compiled, None of another one."""
-        return self._instructions.get(_what_runs(plan))
+    def is_compiled(self, plan: Plan) -> bool:
+        """Whether a plan was compiled; not all of these were simulated."""
+        return _what_runs(plan) in self._instructions
+
+    def instructions_of(self, plan: Plan) -> int:
+        """Of a plan that was compiled."""
+        return self._instructions[_what_runs(plan)]
 
     def attempt(
         self,

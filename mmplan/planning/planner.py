@@ -363,7 +363,7 @@ class _PlanSearch:
                 plan, needed = self._plans.with_bytes(
                     self._plans.plan(solution, candidate), most=left
                 )
-            is_compiled = plan is not None and self._plans.instructions_of(plan) is not None
+            is_compiled = plan is not None and self._plans.is_compiled(plan)
             fits = needed <= self._plans.memory_bytes
             # Others were lowered only; those that are too large, for more than a small one takes.
             price = 1.0 if is_compiled or fits else REFUSED_PRICE
@@ -374,7 +374,7 @@ class _PlanSearch:
             self._request,
             trial=trial,
             trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
-            price_s=lambda plan: (self._plans.instructions_of(plan) or 0) / INSTRUCTIONS_PER_S,
+            price_s=lambda plan: self._plans.instructions_of(plan) / INSTRUCTIONS_PER_S,
             budget=budget,
         )
         return NeighbourSearch(trials, least_s=solution.formula_bound_s)
