@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mmplan.solvers.convex.branch_and_bound import (
+    Family,
     Group,
+    KnownTimes,
     Options,
     QuickOptions,
     best_plans,
@@ -174,6 +177,44 @@ def test_groups_beyond_their_bound_are_never_built() -> None:
         Group(steps=3, bound_s=0.0, build=lambda: [quick(good)]),
     ]
     assert best_plans(groups, [], devices=100)[0].value_s == value
+
+
+def slower(rng: np.random.Generator, own: Options) -> Options:
+    """Options of a group with more samples: none is faster or takes fewer devices."""
+    more = rng.integers(0, 2, (3, len(own)))
+    return replace(
+        own,
+        devices=own.devices + more[0],
+        warm_s=own.warm_s + more[1],
+        stage_s=own.stage_s + more[2],
+        reduce_s=rng.permutation(own.reduce_s),
+        depth_limit=rng.permutation(own.depth_limit),
+    )
+
+
+def test_families_change_nothing_and_leave_groups_unbuilt() -> None:
+    modules, edges = GRAPHS["encoder, llm, generator"]
+    rng, built = np.random.default_rng(13), list[int]()
+    for _ in range(100):
+        steps = int(rng.integers(1, 6))
+        rows = [[random_options(rng) for _ in range(modules)]]
+        for _ in range(6):
+            rows.append([slower(rng, own) for own in rows[-1]])
+        plain = as_groups([(steps, options) for options in rows])
+
+        def build(g: int, plain: list[Group] = plain) -> Sequence[QuickOptions]:
+            built.append(g)
+            return plain[g].build()
+
+        related = []
+        for g, options in enumerate(rows):
+            known = KnownTimes(options[1].warm_s, options[1].stage_s, options[1].reduce_s)
+            family = Family(key="all", samples=g, module=1, known=lambda known=known: known)
+            related.append(replace(plain[g], build=partial(build, g), family=family))
+        for top in (1, 4):
+            expected = best_plans(plain, edges, devices=20, top=top)
+            assert best_plans(related, edges, devices=20, top=top) == expected
+    assert 200 < len(built) < 0.7 * 200 * 7
 
 
 def test_one_more_device_never_hurts_and_time_scales() -> None:

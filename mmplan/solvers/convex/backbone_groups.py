@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
-from mmplan.solvers.convex.branch_and_bound import Group, longest_after
+from mmplan.solvers.convex.branch_and_bound import Family, Group, KnownTimes, longest_after
 from mmplan.solvers.convex.module_tables import (
     UNLIMITED,
     ModuleTables,
@@ -129,12 +130,19 @@ class Pipelines:
         groups: list[Group] = []
         if any(own.empty for own in self.tables):
             return groups
-        bounds = _Bounds(self)
+        bounds, has_families = _Bounds(self), not (self._is_pinned or self.problem.varies)
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
-            for frame, bound in zip(frames, bounds.of(frames), strict=True):
+            found, known = bounds.of(frames)
+            for position, (frame, bound) in enumerate(zip(frames, found, strict=True)):
                 if np.isfinite(bound):
                     self.frames.append(frame)
+                    family = Family(
+                        key=(microbatch, frame.steps),
+                        samples=frame.samples,
+                        module=self.backbone,
+                        known=lambda known=known, position=position: known.of(position),
+                    )
                     groups.append(
                         Group(
                             steps=frame.steps,
@@ -142,9 +150,16 @@ class Pipelines:
                             build=lambda frame=frame: [
                                 table.options for table in self.tables_of(frame)
                             ],
+                            family=family if has_families else None,
                         )
                     )
         return groups
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether another module's plan has its replicas or micro-batches."""
+        others = (own.pins for own in self.tables if not own.backbone)
+        return any(pins.dp or pins.microbatch for pins in others)
 
     def tables_of(self, frame: BackboneShape) -> list[Table]:
         """The options of every module in a group, and what they mean."""
@@ -179,8 +194,7 @@ class Pipelines:
         batch, own = self.problem.task.batch, self.tables[self.backbone]
         samples = -(-batch // microbatch)
         most = min(samples, self.most[self.backbone] // min(own.tps, default=1))
-        others = [t for t in self.tables if not t.backbone]
-        pinned = any(t.pins.dp or t.pins.microbatch for t in others)
+        pinned = self._is_pinned
         sharded = any(map(self.problem.zero_of, self.problem.task.modules))
         if own.pins.dp is not None:
             counts = [n for n in range(1, most + 1) if own.pins.allows("dp", n)]
@@ -210,6 +224,23 @@ class Pipelines:
         if microbatch == 1 or self._microbatches or not free:
             return False
         return -(-batch // (replicas * (microbatch - 1))) == -(-batch // (replicas * microbatch))
+
+
+class _BackboneTimes(NamedTuple):
+    """Of the backbone's options in several groups.
+
+    Attributes:
+        group: of each.
+        times: of all.
+    """
+
+    group: Ints
+    times: KnownTimes
+
+    def of(self, group: int) -> KnownTimes:
+        """Those of one group."""
+        own = self.group == group
+        return KnownTimes(*(column[own] for column in self.times))
 
 
 class _Bounds:
@@ -253,10 +284,11 @@ class _Bounds:
             for after in _chains(self._k, edges)
         ]
 
-    def of(self, frames: Sequence[BackboneShape]) -> Floats:
+    def of(self, frames: Sequence[BackboneShape]) -> tuple[Floats, _BackboneTimes]:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
+        bound, none = np.full(len(frames), np.inf), np.zeros(0)
         if self.empty or not frames:
-            return np.full(len(frames), np.inf)
+            return bound, _BackboneTimes(none.astype(np.int64), KnownTimes(none, none, none))
         own, devices = self._own, self._pipelines.problem.devices
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
@@ -276,9 +308,9 @@ class _Bounds:
             rate = (1 - weight) * (steps - 1) * samples_G[rows.b] / left
             for added in self._added:
                 least = np.maximum(least, weight * steady + np.interp(rate, self._rate, added))
-        bound = np.full(len(frames), np.inf)
-        np.minimum.at(bound, rows.b, warm + own.reduce_s(rows, size) + least)
-        return bound
+        reduce_s = own.reduce_s(rows, size)
+        np.minimum.at(bound, rows.b, warm + reduce_s + least)
+        return bound, _BackboneTimes(rows.b, KnownTimes(warm, stage, reduce_s))
 
 
 def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:

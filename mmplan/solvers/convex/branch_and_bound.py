@@ -11,19 +11,20 @@ of them, ``depth`` its stages: a stage at distance d from the end of the pipelin
 micro-batches, so ``depth_limit`` is how many stages the memory allows after the module.
 
 :func:`best_plans` is exact. It visits groups in the order of a lower bound and stops when
-that passes what was found. Inside a group, options that another one equals or beats are
-dropped and modules are chosen from the end of the pipeline to its start, a chunk of
-partial plans at a time, each bounded by the least warm-ups still to come and the least
-``max stage`` that the devices left allow.
+that passes what was found. Of a *family* of groups, which differ in the samples of a step
+only, one that was searched bounds those with more samples. Inside a group, options that
+another one equals or beats are dropped and modules are chosen from the end of the pipeline
+to its start, a chunk of partial plans at a time, each bounded by the least warm-ups still to
+come and the least ``max stage`` that the devices left allow.
 
 Source: MMScale's objective (its Algorithm 1), solved over integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,34 @@ class QuickOptions:
         )
 
 
+class KnownTimes(NamedTuple):
+    """Times of a module's options, or bounds, that are known before all options are built."""
+
+    warm_s: Floats
+    stage_s: Floats
+    reduce_s: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A group among those that differ in the samples of a step only.
+
+    For every option of a group, those with fewer samples have one with the same degrees or fewer
+    replicas that takes no more devices, warm-up or stage time. Reductions and memory may differ.
+
+    Attributes:
+        key: of the family.
+        samples: of a step of the pipeline.
+        module: whose times are known.
+        known: these.
+    """
+
+    key: Hashable
+    samples: int
+    module: int
+    known: Callable[[], KnownTimes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Options that go together: one number of backbone replicas, one micro-batch.
@@ -105,11 +134,13 @@ class Group:
         steps: micro-batches of the step, l.
         bound_s: no plan of the group is better.
         build: the options of every module.
+        family: None where others tell nothing of this one.
     """
 
     steps: int
     bound_s: float
     build: Callable[[], Sequence[QuickOptions]]
+    family: Family | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -146,10 +177,21 @@ def best_plans(
         An empty list where no plan fits.
     """
     best = _Best(top, below_s)
+    # By family, what no plan of the last group that was searched takes less than, and its samples.
+    searched: dict[Hashable, tuple[int, _LeastTimes]] = {}
     for index in sorted(range(len(groups)), key=lambda i: groups[i].bound_s):
-        if groups[index].bound_s * (1 - ROUNDING) >= best.limit_s:
+        group, family = groups[index], groups[index].family
+        if group.bound_s * (1 - ROUNDING) >= best.limit_s:
             break
-        _GroupSearch(groups[index], index, edges, devices, best).run()
+        if family is not None and family.key in searched:
+            samples, least = searched[family.key]
+            values = least.values(family.module, family.known(), group.steps)
+            if samples <= family.samples and values.min() * (1 - ROUNDING) >= best.limit_s:
+                continue
+        search = _GroupSearch(group, index, edges, devices, best)
+        search.run()
+        if family is not None:
+            searched[family.key] = family.samples, search.least
         if any_plan and best.plans:
             break
     return best.plans
@@ -210,6 +252,26 @@ class _Best:
         del self.plans[self._top :]
 
 
+class _LeastTimes:
+    """Plans of options that take no less than these.
+
+    Args:
+        warm_s: of each module.
+        stage_s: of the slowest one.
+        edges: between modules.
+    """
+
+    def __init__(self, warm_s: Sequence[float], stage_s: float, edges: Edges) -> None:
+        before_s, after_s = _longest_before(warm_s, edges), longest_after(warm_s, edges)
+        self._around_s = [a + b for a, b in zip(before_s, after_s, strict=True)]
+        self._longest_s, self._stage_s = longest_path(warm_s, edges), stage_s
+
+    def values(self, module: int, own: KnownTimes, steps: int) -> Floats:
+        """What plans with each option of a module take at least."""
+        warm_s = np.maximum(self._around_s[module] + own.warm_s, self._longest_s)
+        return warm_s + (steps - 1) * np.maximum(own.stage_s, self._stage_s) + own.reduce_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Partial:
     """Plans in which the last modules are chosen; one row each.
@@ -236,7 +298,11 @@ class _Partial:
 
 
 class _GroupSearch:
-    """Branch and bound in one group."""
+    """Branch and bound in one group.
+
+    Attributes:
+        least: what its options take that may be in a plan better than the limit, by their times.
+    """
 
     def __init__(self, group: Group, index: int, edges: Edges, devices: int, best: _Best) -> None:
         self._steps, self._index, self._best = group.steps, index, best
@@ -244,11 +310,14 @@ class _GroupSearch:
         self._quick = list(group.build())
         self._rows = [np.arange(len(own)) for own in self._quick]
         self._kept: list[Options] = []
+        self.least = _LeastTimes([np.inf] * len(self._quick), 0.0, edges)
 
     def run(self) -> None:
         """Add the group's best plans to the best so far."""
         if not self._narrow_quickly() or not self._narrow_quickly():
             return
+        warm_s = [float(own.warm_s.min()) for own in self._quick]
+        self.least = _LeastTimes(warm_s, self._least_stage_s, self._edges)
         self._kept = [own.complete(np.arange(len(own))) for own in self._quick]
         for k, own in enumerate(self._kept):
             self._keep(k, np.flatnonzero(own.depth_limit >= 0))
@@ -278,7 +347,7 @@ class _GroupSearch:
 
     def _narrow_quickly(self) -> bool:
         """As :meth:`_narrow`, before memory and reductions are known."""
-        for k, rows in enumerate(self._worth(self._quick, [0.0] * len(self._quick))):
+        for k, rows in enumerate(self._worth(self._quick, [np.zeros(1)] * len(self._quick))):
             self._rows[k] = self._rows[k][rows]
             self._quick[k] = self._quick[k].take(rows)
         return all(map(len, self._quick))
@@ -297,7 +366,7 @@ class _GroupSearch:
     def _worth(
         self,
         options: Sequence[Options] | Sequence[QuickOptions],
-        reduce_s: Sequence[Floats] | Sequence[float],
+        reduce_s: Sequence[Floats],
     ) -> Sequence[NDArray[np.intp]]:
         """Of each module the options that a plan better than the limit may use."""
         # Without options of a module no plan is left, and so with too few devices.
@@ -308,13 +377,10 @@ class _GroupSearch:
         least_stage = self._stage_by_devices(options)
         self._least_stage_s = least_stage(np.array([self._devices]))[0]
         least_warm = [float(own.warm_s.min()) for own in options]
-        before_s = _longest_before(least_warm, self._edges)
-        after_s = longest_after(least_warm, self._edges)
-        longest_s, found = longest_path(least_warm, self._edges), list[NDArray[np.intp]]()
+        least = _LeastTimes(least_warm, self._least_stage_s, self._edges)
+        found = list[NDArray[np.intp]]()
         for k, own in enumerate(options):
-            warm = np.maximum(before_s[k] + after_s[k] + own.warm_s, longest_s)
-            stage = np.maximum(own.stage_s, self._least_stage_s)
-            value = warm + (self._steps - 1) * stage + reduce_s[k]
+            value = least.values(k, KnownTimes(own.warm_s, own.stage_s, reduce_s[k]), self._steps)
             worth = value * (1 - ROUNDING) < self._best.limit_s
             found.append(np.flatnonzero((own.devices <= fewest[k] + spare) & worth))
         return found
