@@ -269,8 +269,9 @@ def reduction_s(
     stride, node = tp * pp, cluster.devices_per_node
     num_local = np.minimum(dp, np.maximum(1, -(-node // stride)))
     num_nodes = np.minimum(dp, (dp - 1) * stride // node + 1)
-    group = cluster, dp, num_local, num_nodes, num_bytes
     sharers = np.minimum(stride, node)
-    alone_s, together_s = all_reduce_s(*group, sharers=tp), all_reduce_s(*group, sharers=sharers)
+    # Alone and together in one call, which takes little longer than each.
+    both = np.stack(np.broadcast_arrays(tp, sharers, dp)[:2])
+    alone_s, together_s = all_reduce_s(cluster, dp, num_local, num_nodes, num_bytes, sharers=both)
     after_s = together_s - (np.maximum(sharers // tp, 1) - 1) * backward_s
     return np.where(np.greater(num_bytes, 0), np.maximum(alone_s, after_s), 0.0)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 
 import numpy as np
 
@@ -204,17 +205,22 @@ class _ColocationSearch:
             if not own:
                 raise self._not_shared(name)
             sums = (
-                _PartialShare(
-                    parts=(*whole.parts, part),
-                    reach=(*whole.reach, part.tp * part.dp) if problem.task.sync_batches else (),
-                    time_s=whole.time_s + part.time_s,
-                    held_bytes=whole.held_bytes + part.held_bytes,
+                (
+                    whole.time_s + part.time_s,
+                    whole.held_bytes + part.held_bytes,
+                    (*whole.reach, part.tp * part.dp) if problem.task.sync_batches else (),
+                    (*whole.parts, part),
                 )
                 for whole in wholes
                 for part in own
             )
             # Of those that reach the same ranks, those that no other beats in time and bytes.
-            wholes = staircase(sums, lambda w: (w.time_s, w.held_bytes), group=lambda w: w.reach)
+            wholes = [
+                _PartialShare(parts=found, reach=reach, time_s=time_s, held_bytes=held)
+                for time_s, held, reach, found in staircase(
+                    sums, itemgetter(0, 1), group=itemgetter(2)
+                )
+            ]
         fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
         if not fitting:
             needed = min(w.held_bytes for w in wholes)

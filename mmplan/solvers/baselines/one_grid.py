@@ -122,6 +122,8 @@ class OneGrid:
         self._reduce: dict[tuple[int, int], float] = {}
         self._sync: dict[int, float] = {}
         self._modules = {module: self._stages(module) for module in layout.places}
+        # Ranks of a TP group that may share a micro-batch out.
+        self._most_inner = layout.tp if self._any_replicated else 1
 
     def _stages(self, module: str) -> _ModuleStages:
         problem, place = self.problem, self.layout.places[module]
@@ -197,16 +199,7 @@ class OneGrid:
         return any(place.replicated for place in self.layout.places.values())
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
-        samples = self.problem.round_samples
-        count, size, least = _cut_shares(-(-samples // dp), samples // dp, limit, pinned)
-        return Split(
-            dp=dp,
-            limit=limit,
-            pinned=pinned,
-            count=count,
-            size=size,
-            inner_dp=min(self.layout.tp, least) if self._any_replicated else 1,
-        )
+        return _split(self.problem.round_samples, dp, limit, pinned, self._most_inner)
 
     # --- seconds -----------------------------------------------------------------------
 
@@ -454,12 +447,21 @@ def _columns(splits: Sequence[Split]) -> _SplitColumns:
 
 
 @cache
-def _cut_shares(largest: int, least: int, limit: int, pinned: bool) -> tuple[int, int, int]:
-    """Of the largest share the micro-batches and their largest; of both the smallest one."""
-    shares = dict.fromkeys((largest, least))
+def _split(samples: int, dp: int, limit: int, pinned: bool, most_inner: int) -> Split:
+    """A round's samples on so many replicas; layouts have most of their splits in common."""
+    largest = -(-samples // dp)
+    shares = dict.fromkeys((largest, samples // dp))
     sizes = [cut(share, limit, pinned=pinned, largest_share=largest) for share in shares]
     # The last micro-batch is the smallest.
-    return len(sizes[0]), sizes[0][0], min(own[-1] for own in sizes)
+    least = min(own[-1] for own in sizes)
+    return Split(
+        dp=dp,
+        limit=limit,
+        pinned=pinned,
+        count=len(sizes[0]),
+        size=sizes[0][0],
+        inner_dp=min(most_inner, least),
+    )
 
 
 def _replicas(own: _ModuleStages, columns: _SplitColumns) -> Ints:
