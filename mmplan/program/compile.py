@@ -73,6 +73,8 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
 # What comes first of things that end at one time: forwards give the features that a start gathers,
 # a wait needs the gather.
 _COMPUTE, _START, _MEETING = range(3)
+# What messages come before and after.
+_PASSED_ON = (Op.FORWARD, Op.BACKWARD, Op.INPUT)
 # An edge, the ranks of the group at its other end, and the samples that it carries.
 _Transfer = tuple[Edge, tuple[int, ...], SampleRange]
 
@@ -119,30 +121,33 @@ class _Projection:
 
     def add(self, event: Event) -> None:
         """Append the event to every rank that takes part."""
-        if event.op in (Op.FORWARD, Op.BACKWARD, Op.INPUT):
-            compute = event.op is not Op.FORWARD, event.index, event.d, event.mb
-            self.ends[compute] = event.start + event.duration
-        for t, rank in enumerate(event.ranks):
+        for rank in event.ranks:
             self.starts[rank].append(event.start)
-            match event.op:
-                case Op.FORWARD | Op.BACKWARD | Op.INPUT:
-                    self._rows[rank] += self._compute(event, t)
-                    self._note_end(rank, event.start + event.duration, _COMPUTE)
-                case Op.WEIGHT:
-                    self._rows[rank].append(Compute(event.op, event.index, event.mb))
-                case Op.SYNC_WAIT:
-                    self._rows[rank].append(Sync(event.op, event.index, event.mb))
-                    self._note_end(rank, event.start, _MEETING)
-                case _:
-                    self._rows[rank].append(Collective(event.op, event.index))
-                    self._note_end(rank, event.start, _MEETING)
-        if event.op is Op.FORWARD:
-            self._note_features(event)
+        if event.op in _PASSED_ON:
+            end = event.start + event.duration
+            self.ends[event.op is not Op.FORWARD, event.index, event.d, event.mb] = end
+            own = Compute(event.op, event.index, event.mb)
+            for t, rank in enumerate(event.ranks):
+                self._rows[rank] += self._compute(event, own, t)
+                self._note_end(rank, end, _COMPUTE)
+            if event.op is Op.FORWARD:
+                self._note_features(event)
+            return
+        if event.op is Op.WEIGHT:
+            item = Compute(event.op, event.index, event.mb)
+        elif event.op is Op.SYNC_WAIT:
+            item = Sync(event.op, event.index, event.mb)
+        else:
+            item = Collective(event.op, event.index)
+        for rank in event.ranks:
+            self._rows[rank].append(item)
+            if event.op is not Op.WEIGHT:
+                self._note_end(rank, event.start, _MEETING)
 
     def _note_end(self, rank: int, time: int, kind: int) -> None:
         self._ends[rank].append(((time, kind), len(self._rows[rank])))
 
-    def _compute(self, event: Event, t: int) -> Iterator[Instruction]:
+    def _compute(self, event: Event, own: Compute, t: int) -> Iterator[Instruction]:
         """A forward or backward on rank t of its group, with the messages around it."""
         forward = event.op is Op.FORWARD
         key = event.index, event.d, event.mb
@@ -154,7 +159,7 @@ class _Projection:
             if forward or edge.carries_gradient:
                 peer = group[t % len(group)]
                 yield Message(receive, event.index, event.mb, edge.index, peer, *span)
-        yield Compute(event.op, event.index, event.mb)
+        yield own
         for edge, group, span in given:
             if forward or edge.carries_gradient:
                 for peer in group[t :: len(event.ranks)]:
