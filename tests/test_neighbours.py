@@ -338,6 +338,26 @@ def test_batch_syncs_of_one_unit_may_lead() -> None:
     assert [unit.schedule.sync_lead for unit in units] == [1, 0]
 
 
+def test_a_unit_may_reach_over_the_devices_of_others() -> None:
+    """Which leave these alone otherwise."""
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["c", "y"]}}
+    job = workload(
+        {"a": {}, "b": {"inputs": ["a"]}, "c": {"inputs": ["b"]}}, batch=12, losses=loss
+    )
+    whole = Enumeration(job, profile({name: module_profile() for name in "abc"}, 6))
+    choice = UnitChoice(tp=1, pp=1, vpp=1, dp=4, size=1, kind="1f1b", lead=1)
+    layout = PlanLayout(
+        choices=(choice, choice, replace(choice, dp=2)), groups=((0, 1), (2,)), zero=(0, 0, 0)
+    )
+    others = LayoutChanges(whole.space, whole.estimates).neighbours(layout)
+    found = {
+        tuple((own.offset, own.devices) for own in other.choices)
+        for other in others
+        if other.groups == ((0, 1, 2),)
+    }
+    assert {((0, 6), (0, 4), (4, 2)), ((0, 4), (0, 6), (4, 2))} <= found
+
+
 def test_uniform_layouts_have_one_or_two_groups() -> None:
     """Each with one tp and pp; units that share parameters are together."""
     loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}}
@@ -393,11 +413,28 @@ def test_a_search_goes_on_from_a_uniform_layout_that_is_better(tmp_path: Path) -
         plan = shorter if candidate.units == better else start
         return plan.model_copy(update={"units": candidate.units}), 0.0
 
-    search = search_with(whole, trial)
-    best = search.run([start])
+    best = search_with(whole, trial).run([start])[0]
     assert best.plan.predicted.iteration_s == 1e-6
     assert best.candidate is not None
     assert best.candidate.units == better
+
+
+def test_both_searches_have_a_best(tmp_path: Path) -> None:
+    """A refined step may be the least of one whose own step is not."""
+    job, costs = small_job(7)
+    whole = Enumeration(job, costs)
+    start = run_solve(tmp_path, job, costs, budget_s=0.0)
+    steps = itertools.count(1000, -1)
+
+    def trial(candidate: Candidate) -> tuple[Plan | None, float]:
+        predicted = Prediction(iteration_s=float(next(steps)), samples_per_s=1.0)
+        return start.model_copy(update={"units": candidate.units, "predicted": predicted}), 0.0
+
+    slow = Prediction(iteration_s=1e4, samples_per_s=1.0)
+    found = search_with(whole, trial).run([start.model_copy(update={"predicted": slow})])
+    assert len(found) == 2
+    assert found[0].plan.predicted.iteration_s < found[1].plan.predicted.iteration_s
+    assert all(best.start.predicted is slow for best in found)
 
 
 def test_what_changes_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -396,20 +396,24 @@ class _PlanSearch:
         all_s = budget_s / (1 - UNIFORM_SHARE)
         search = self._neighbour_search(solution, len(plans), budget_s=all_s)
         found = search.run([item.plan for item in ranked])
-        gain = 1 - found.plan.predicted.iteration_s / first.predicted.iteration_s
-        self._neighbours = NeighbourReport(evaluations=found.evaluations, gain=gain)
-        if found.candidate is not None:
-            origin = next(item for item in ranked if item.plan is found.start)
+        first_s = first.predicted.iteration_s
+        best_s = found[0].plan.predicted.iteration_s if found else first_s
+        self._neighbours = NeighbourReport(
+            evaluations=search.evaluations, gain=max(0.0, 1 - best_s / first_s)
+        )
+        for best in found:
+            origin = next(item for item in ranked if item.plan is best.start)
+            step_s = best.plan.predicted.iteration_s
             note = (
                 f"changed in simulation from {origin.label}, which takes "
-                f"{origin.plan.predicted.iteration_s:.4g} s: {found.evaluations} plans were "
-                f"simulated, and the step takes {gain:.1%} less than the best of those before"
+                f"{origin.plan.predicted.iteration_s:.4g} s: {search.evaluations} plans were "
+                f"simulated, and the step takes {1 - step_s / first_s:.1%} less than the best of "
+                "those before"
             )
-            step_s = found.plan.predicted.iteration_s
             yield SimulatedPlan(
                 solution=replace(solution, notes=(note,)),
-                candidate=replace(found.candidate, objective_s=step_s),
-                plan=found.plan,
+                candidate=replace(cast("Candidate", best.candidate), objective_s=step_s),
+                plan=best.plan,
             )
 
     def choose(
@@ -422,16 +426,14 @@ class _PlanSearch:
     ) -> Plan:
         """The best plan, refined, with its report, on all devices that were asked for."""
         ranked = sorted(plans, key=merit)
-        best_of: dict[str, SimulatedPlan] = {}
+        best_of: dict[int, SimulatedPlan] = {}
         for item in ranked:
-            best_of.setdefault(item.solution.solver, item)
-        refinement = Refinement(self._plans)
-        refined = refinement.run(best_of, all_of_them=trials is not None)
-
-        def is_refined(item: SimulatedPlan) -> bool:
-            return item is best_of[item.solution.solver]
-
-        finalists = [(refined[t.solution.solver].split if is_refined(t) else t, t) for t in ranked]
+            best_of.setdefault(id(item.solution), item)
+        firsts = [*best_of.values()]
+        both = self._plans.asked.solver == "auto" and self._request.top > 1 and trials is None
+        results = Refinement(self._plans).run(firsts, all_of_them=trials is not None, both=both)
+        refined = {id(item): result for item, result in zip(firsts, results, strict=True)}
+        finalists = [(refined[id(t)].split if id(t) in refined else t, t) for t in ranked]
         # Of equals, one that a solver found is easier to explain than a change of it.
         finalists.sort(key=lambda pair: (*merit(pair[0]), pair[0].solution.solver == NEIGHBOURS))
         if trials is not None:
@@ -441,12 +443,9 @@ class _PlanSearch:
             finalists, plain_notes = plainest_first(finalists)
             self._search_notes += plain_notes
         best, origin = finalists[0]
-        solver = best.solution.solver
         plain, fused = best, best
-        if is_refined(origin):
-            plain, fused = refined[solver].plain, refined[solver].reordered
-        if self._plans.asked.solver == "auto" and self._request.top > 1 and trials is None:
-            best = refinement.both_changed(best)
+        if id(origin) in refined:
+            plain, fused = refined[id(origin)].plain, refined[id(origin)].reordered
         objective_s = best.candidate.objective_s
         # The solver's bound leaves out grids beside its own plans; simulated ones count.
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)

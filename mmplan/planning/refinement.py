@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,9 @@ NEIGHBOURS = "neighbours"
 # Other orders and backwards are tried of plans that take up to this times the best step; chosen by
 # hand: orders alone may gain a quarter.
 REFINED_WITHIN = 2
+# Split backwards in an order of their own are tried of plans that take up to this times the best
+# refined step.
+BOTH_WITHIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +52,19 @@ class Refinement:
         self._plans, self._request = plans, plans.request
 
     def run(
-        self, best_of: Mapping[str, SimulatedPlan], *, all_of_them: bool
-    ) -> dict[str, RefinedPlan]:
-        """Each solver's best plan, refined where it may become the best of all.
+        self, plans: Sequence[SimulatedPlan], *, all_of_them: bool, both: bool
+    ) -> list[RefinedPlan]:
+        """Some plans, each refined where it may become the best of all.
 
         Args:
-            best_of: by solver, the best first.
+            plans: the best first.
             all_of_them: those too that are slower by their computes alone.
+            both: those that are near the best get split backwards in an order of their own too.
         """
-        found = {
-            solver: RefinedPlan(plain=x, reordered=x, split=x) for solver, x in best_of.items()
-        }
+        found = [RefinedPlan(plain=x, reordered=x, split=x) for x in plans]
         effort_before = self._plans.effort
-        for solver, first in best_of.items():
-            limit_s = math.inf if all_of_them else as_fast_as(x.split for x in found.values())
+        for position, first in enumerate(plans):
+            limit_s = math.inf if all_of_them else as_fast_as(x.split for x in found)
             spent = self._plans.effort - effort_before
             if spent and spent + self._plans.instructions_of(first.plan) > INSTRUCTIONS_OF_FIRST:
                 continue  # it is large, and was not the best
@@ -74,7 +76,14 @@ class Refinement:
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more
                 split = first
-            found[solver] = RefinedPlan(plain=plain, reordered=reordered, split=split)
+            found[position] = RefinedPlan(plain=plain, reordered=reordered, split=split)
+        best = min(found, key=lambda x: step_s(x.split))
+        for position, x in enumerate(found) if both else ():
+            spent = self._plans.effort - effort_before
+            is_large = spent + self._plans.instructions_of(x.plain.plan) > INSTRUCTIONS_OF_FIRST
+            is_near = step_s(x.split) <= BOTH_WITHIN * step_s(best.split)
+            if x is best or (is_near and not is_large):
+                found[position] = replace(x, split=self._both_changed(x.split))
         return found
 
     def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
@@ -105,7 +114,7 @@ class Refinement:
             leads=leads,
         )
 
-    def both_changed(self, best: SimulatedPlan) -> SimulatedPlan:
+    def _both_changed(self, best: SimulatedPlan) -> SimulatedPlan:
         """The best plan, or it with split backwards in an order that is found for them.
 
         Each alone may gain nothing. A baseline that is changed is a baseline no more.

@@ -7,8 +7,8 @@ the backwards promise a share of that.
 
 Where memory refuses a layout, the next ZeRO stage is tried. Then come *small* layouts, whose units
 share all devices in many parts: changes may lead to them only by way of what does not fit. At the
-end the best layout's changes are tried once more where devices are shared, with forwards first:
-many take twice as long in its own order.
+end changes of the best layouts are tried once more where devices are shared, with forwards first:
+many take twice as long in the usual order.
 
 A layout whose busiest device alone takes as long as the best plan's step is not simulated.
 """
@@ -29,7 +29,8 @@ from mmplan.planning.neighbours.trials import LayoutTrials, degrees_of, merit
 from mmplan.schema.plan import OrderRule, Plan
 from mmplan.solvers.problem import Candidate
 
-# The best different layouts, from which the search starts. Chosen by hand, as all that follows.
+# The best different layouts, from which the search starts, and with which it ends. Chosen by hand,
+# as all that follows.
 _STARTS = 3
 # The search goes on from layouts that take up to this times the best step.
 _NEAR = 1.02
@@ -58,13 +59,11 @@ class Neighbours:
         plan: the best: a start, or one that is better than all of them.
         start: that the best was reached from.
         candidate: the units of the best; None where it is a start.
-        evaluations: layouts that were simulated.
     """
 
     plan: Plan
     start: Plan
     candidate: Candidate | None = None
-    evaluations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +119,9 @@ class BestFirstSearch:
         self._in_vain: Counter[Tuning] = Counter()
         # Of equal estimates the first is tried first.
         self._numbers = itertools.count()
-        # The steps of layouts whose neighbours are known. Of equal ones the first is enough: they
-        # differ in what nothing waits for.
-        self._expanded: set[float] = set()
+        # By their steps the layouts whose neighbours are known. Of equal ones the first is enough:
+        # they differ in what nothing waits for.
+        self._expanded: dict[float, _Centre] = {}
         # The step of the best plan.
         self._best_s = math.inf
         # No trial is begun for which too little is left.
@@ -154,7 +153,8 @@ class BestFirstSearch:
                 eager_s, in_vain = 0.0, 0
                 self._heap.clear()
                 self._factors.clear()
-                self._push(self._eager(centre.layout), centre, math.inf)
+                for _, near in sorted(self._expanded.items())[:_STARTS]:
+                    self._push(self._eager(near.layout), near, math.inf)
             if not self._heap or not self._goes_on(in_vain):
                 break
             own = heapq.heappop(self._heap)[-1]
@@ -273,7 +273,7 @@ class BestFirstSearch:
     def _expand(self, own: _Centre) -> None:
         """Try what is one change away: leads that gain nothing lead nowhere."""
         step_s = own.plan.predicted.iteration_s
-        self._expanded.add(rounded(step_s))
+        self._expanded[rounded(step_s)] = own
         self._push(self._changes.neighbours(own.layout), own, math.inf)
         tuned = dict[PlanLayout, Tuning]()
         for tuning, other in self._changes.tuned(own.layout):

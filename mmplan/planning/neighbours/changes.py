@@ -16,8 +16,8 @@ from mmplan.schema.plan import OrderRule
 from mmplan.solvers.sample_split import microbatch_sizes
 from mmplan.solvers.search_budget import SearchBudget
 
-# Forwards that a unit may run ahead of its consumer's need; chosen by hand.
-_MOST_LEAD = 3
+# Forwards that all units may run ahead of their consumers' need; chosen by hand.
+_LEADS = (1, 2, 3, 6)
 _MOST_SYNC_LEAD = 2
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
@@ -58,6 +58,7 @@ class LayoutChanges:
             self._moved_devices(layout),
             self._merged(layout),
             self._split(layout),
+            self._widened(layout),
             self._alike(layout),
             self._shifted(layout),
         )
@@ -329,13 +330,13 @@ class LayoutChanges:
         for turns in self._other_turns(layout):
             yield ("in_turn", turns), replace(layout, in_turn=turns)
         ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
-        for lead in range(1, _MOST_LEAD + 1):
+        for lead in _LEADS:
             every = {i: replace(layout.choices[i], lead=lead) for i in ahead}
             yield ("leads", lead), layout.with_choices(every)
         for index in ahead:
             choice = layout.choices[index]
             for lead in (choice.lead - 1, choice.lead + 1):
-                if 0 <= lead <= _MOST_LEAD:
+                if 0 <= lead <= max(_LEADS):
                     other = layout.with_choices({index: replace(choice, lead=lead)})
                     yield ("lead", (index, lead)), other
 
@@ -433,6 +434,21 @@ class LayoutChanges:
                     sizes = {stay: total - number, (index,): number}
                     if moved := self._resized(apart, sizes):
                         yield moved
+
+    def _widened(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+        """One unit of a group on the devices of another group too, which its others leave alone."""
+        for first, second in itertools.permutations(layout.groups, 2):
+            own, other = layout.group_devices(first), layout.group_devices(second)
+            rest = [g for g in layout.groups if g not in (first, second)]
+            groups = tuple(sorted([*rest, tuple(sorted(first + second))]))
+            chosen = layout.choices
+            behind = {i: replace(chosen[i], offset=chosen[i].offset + own) for i in second}
+            for index in first:
+                whole = replace(chosen[index], offset=0)
+                wide = self._on_devices(index, whole, own + other)
+                if wide is not None and wide.devices > own:
+                    changed = {**behind, index: wide}
+                    yield replace(layout.with_choices(changed), groups=groups)
 
     def with_usual_leads(self, layout: PlanLayout) -> PlanLayout:
         """The layout with a lead where a unit waits for others, and none where it cannot.

@@ -46,27 +46,38 @@ class NeighbourSearch:
     def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
         self._trials, self._least_s = trials, least_s
 
-    def run(self, starts: Sequence[Plan]) -> Neighbours:
-        """The best plan that changes of some others lead to.
+    @property
+    def evaluations(self) -> int:
+        """Layouts that were simulated."""
+        return self._trials.evaluations
+
+    def run(self, starts: Sequence[Plan]) -> list[Neighbours]:
+        """The best plan of each search that is none of the starts, the best first.
 
         Args:
             starts: simulated, best first; one at least.
         """
-        best = Neighbours(plan=starts[0], start=starts[0])
-        origins = [starts]
+        unchanged = Neighbours(plan=starts[0], start=starts[0])
+        origins = [(starts, unchanged)]
         uniform = self._best_uniform(starts[0])
-        if uniform is not None:
-            best = min(best, uniform, key=lambda own: merit(own.plan))
-            origins = sorted([starts, [uniform.plan]], key=lambda own: merit(own[0]))
+        # One that takes as long as a start is hardly another.
+        if uniform is not None and merit(uniform.plan) != merit(starts[0]):
+            origins.append(([uniform.plan], uniform))
+            origins.sort(key=lambda pair: merit(pair[0][0]))
         kept_s = _SECOND_SHARE * self._trials.budget.left_s
-        if uniform is None or kept_s < _FEW * self._trials.price_s(origins[1][0]):
+        if len(origins) == 1 or kept_s < _FEW * self._trials.price_s(origins[1][0][0]):
             kept_s = 0.0
-        for own in origins:
+        found: list[Neighbours] = []
+        for own, first in origins:
             search = BestFirstSearch(self._trials, least_s=self._least_s, kept_s=kept_s)
-            found, kept_s = search.run(own), 0.0
-            if merit(found.plan) < merit(best.plan):
-                best = found if own is starts else replace(found, start=starts[0])
-        return replace(best, evaluations=self._trials.evaluations)
+            best, kept_s = search.run(own), 0.0
+            if best.candidate is None:
+                best = first
+            elif first is uniform:
+                best = replace(best, start=first.start)
+            if best.candidate is not None:
+                found.append(best)
+        return sorted(found, key=lambda best: merit(best.plan))
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
