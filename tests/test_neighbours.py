@@ -341,9 +341,7 @@ def test_batch_syncs_of_one_unit_may_lead() -> None:
 def test_a_unit_may_reach_over_the_devices_of_others() -> None:
     """Which leave these alone otherwise."""
     loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["c", "y"]}}
-    job = workload(
-        {"a": {}, "b": {"inputs": ["a"]}, "c": {"inputs": ["b"]}}, batch=12, losses=loss
-    )
+    job = workload({"a": {}, "b": {"inputs": ["a"]}, "c": {"inputs": ["b"]}}, batch=12, losses=loss)
     whole = Enumeration(job, profile({name: module_profile() for name in "abc"}, 6))
     choice = UnitChoice(tp=1, pp=1, vpp=1, dp=4, size=1, kind="1f1b", lead=1)
     layout = PlanLayout(
