@@ -60,8 +60,8 @@ class NeighbourSearch:
         unchanged = Neighbours(plan=starts[0], start=starts[0])
         origins = [(starts, unchanged)]
         uniform = self._best_uniform(starts[0])
-        # One that takes as long as a start is hardly another.
-        if uniform is not None and merit(uniform.plan) != merit(starts[0]):
+        layout_of = self._trials.space.layout_of
+        if uniform is not None and layout_of(uniform.plan) != layout_of(starts[0]):
             origins.append(([uniform.plan], uniform))
             origins.sort(key=lambda pair: merit(pair[0][0]))
         kept_s = _SECOND_SHARE * self._trials.budget.left_s
