@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import subprocess
 import sys
@@ -644,3 +645,32 @@ def test_a_busy_machine_finds_the_same_plan(tmp_path: Path, solver: str) -> None
         for process in busy:
             process.kill()
             process.wait()
+
+
+def plan_of_uneven_sums(folder: Path) -> str:
+    """A plan with bytes that no binary fraction is: their sum depends on its order."""
+    sizes = {"a": 1e9 / 7, "b": 1e8 / 3, "c": 1e7 / 11}
+    modules = {name: module_profile(blocks=8, parameters=size) for name, size in sizes.items()}
+    costs = profile(modules, 3)
+    job = workload({name: {} for name in sizes}, batch=6, train={"zero": 1})
+    plan = run_solve(folder, job, costs, solver="colocated")
+    report = plan.solver.model_copy(update={"seconds": 0.0})
+    return plan.model_copy(update={"solver": report}).model_dump_json()
+
+
+def test_a_plan_does_not_depend_on_hashes(tmp_path: Path) -> None:
+    """Each process hashes text in its own way."""
+    command = "import pathlib, sys; from tests.test_neighbours import plan_of_uneven_sums"
+    command += "; print(plan_of_uneven_sums(pathlib.Path(sys.argv[1])))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", command, str(tmp_path)],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+    assert b'"units":' in found.pop()

@@ -501,7 +501,7 @@ class ProgramCosts:
         for stage in self.program.stages_of(rank):
             yield stage, 0 if stage.items else stage.place(rank)[1]
 
-    def _shards(self, rank: int) -> set[Shard]:
+    def _shards(self, rank: int) -> list[Shard]:
         """The shard that a rank holds of every part; the whole part where it runs two shards."""
         shards: dict[OwnedPart, tuple[int, int]] = {}
         for stage, index in self._held_shards(rank):
@@ -511,7 +511,7 @@ class ProgramCosts:
             for part in (*blocks, *shared):
                 key = stage.owner, part
                 shards[key] = shard if shards.get(key, shard) == shard else (1, 0)
-        return {(*key, *shard) for key, shard in shards.items()}
+        return [(*key, *shard) for key, shard in shards.items()]
 
     def _numbers(self, owner: str, part: ModulePart) -> float:
         """How many parameters a part has, whole."""
