@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mmplan.solvers.convex.branch_and_bound import (
-    Family,
     Group,
+    GroupFamily,
     KnownTimes,
     Options,
     QuickOptions,
@@ -209,7 +209,7 @@ def test_families_change_nothing_and_leave_groups_unbuilt() -> None:
         related = []
         for g, options in enumerate(rows):
             known = KnownTimes(options[1].warm_s, options[1].stage_s, options[1].reduce_s)
-            family = Family(key="all", samples=g, module=1, known=lambda known=known: known)
+            family = GroupFamily(key="all", samples=g, module=1, known=lambda known=known: known)
             related.append(replace(plain[g], build=partial(build, g), family=family))
         for top in (1, 4):
             expected = best_plans(plain, edges, devices=20, top=top)

@@ -26,7 +26,7 @@ from mmplan.schema.workload import TaskView, Workload
 from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
-from mmplan.simulation.symmetry import BestSteps, CompiledPlan, compiled
+from mmplan.simulation.symmetry import BestSteps, CompiledStep, compiled
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.registry import BASELINES
@@ -212,14 +212,14 @@ class CandidatePlans:
             self._predicted[key] = self._simulate(self._compiled(plan))
         return plan.model_copy(update={"predicted": self._predicted[key]})
 
-    def _compiled(self, plan: Plan, lowered: LoweredPlan | None = None) -> CompiledPlan:
+    def _compiled(self, plan: Plan, lowered: LoweredPlan | None = None) -> CompiledStep:
         program = compiled(plan, self.request.costs, lowered)
         self._instructions[_what_runs(plan)] = program.num_instructions
         # One price, of what does not fit and is not simulated too: about right for both together.
         self.effort += program.num_instructions
         return program
 
-    def _simulate(self, program: CompiledPlan) -> Prediction:
+    def _simulate(self, program: CompiledStep) -> Prediction:
         step = program.simulated()
         predicted = prediction(step[0], program.plan)
         if self._steps is not None and peak_bytes(predicted) <= self.memory_bytes:

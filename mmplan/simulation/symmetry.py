@@ -70,7 +70,7 @@ class BestSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledPlan:
+class CompiledStep:
     """The program of a plan's quotient: what it holds is known before it is simulated.
 
     Attributes:
@@ -106,7 +106,7 @@ class CompiledPlan:
 
 
 @rare_collections()
-def compiled(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> CompiledPlan:
+def compiled(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> CompiledStep:
     """The program of a plan's quotient.
 
     Args:
@@ -126,7 +126,7 @@ def compiled(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -
         # The whole plan, with the instructions of the representatives only.
         whole = Program.of(plan, lowered.graph, program.instructions)
         own = _WholeCosts(whole, costs, plan, quotient)
-    return CompiledPlan(
+    return CompiledStep(
         plan=plan, program=program, costs=own, quotient=quotient, held=peak_bytes(program, own)
     )
 

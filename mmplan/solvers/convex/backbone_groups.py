@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
-from mmplan.solvers.convex.branch_and_bound import Family, Group, KnownTimes, longest_after
+from mmplan.solvers.convex.branch_and_bound import Group, GroupFamily, KnownTimes, longest_after
 from mmplan.solvers.convex.module_tables import (
     UNLIMITED,
     ModuleTables,
@@ -137,7 +137,7 @@ class Pipelines:
             for position, (frame, bound) in enumerate(zip(frames, found, strict=True)):
                 if np.isfinite(bound):
                     self.frames.append(frame)
-                    family = Family(
+                    family = GroupFamily(
                         key=(microbatch, frame.steps),
                         samples=frame.samples,
                         module=self.backbone,

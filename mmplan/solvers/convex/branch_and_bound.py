@@ -107,7 +107,7 @@ class KnownTimes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class GroupFamily:
     """A group among those that differ in the samples of a step only.
 
     For every option of a group, those with fewer samples have one with the same degrees or fewer
@@ -140,7 +140,7 @@ class Group:
     steps: int
     bound_s: float
     build: Callable[[], Sequence[QuickOptions]]
-    family: Family | None = None
+    family: GroupFamily | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
