@@ -119,9 +119,6 @@ def found(name: str, folder: Path) -> Iterator[Found]:
             profile_path=profile_path,
             plan_path=folder / f"{name}.plan.json",
             devices=devices,
-            top=3,
-            budget_s=0.3,
-            patience_s=1.0,
         )
         costs = CostModel(profile, plan.cluster, plan.training)
         bound = lower_bound(plan, costs)
