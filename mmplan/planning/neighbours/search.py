@@ -60,8 +60,7 @@ class NeighbourSearch:
         unchanged = Neighbours(plan=starts[0], start=starts[0])
         origins = [(starts, unchanged)]
         uniform = self._best_uniform(starts[0])
-        layout_of = self._trials.space.layout_of
-        if uniform is not None and layout_of(uniform.plan) != layout_of(starts[0]):
+        if uniform is not None and not self._is_same(uniform.plan, starts[0]):
             origins.append(([uniform.plan], uniform))
             origins.sort(key=lambda pair: merit(pair[0][0]))
         kept_s = _SECOND_SHARE * self._trials.budget.left_s
@@ -78,6 +77,11 @@ class NeighbourSearch:
             if best.candidate is not None:
                 found.append(best)
         return sorted(found, key=lambda best: merit(best.plan))
+
+    def _is_same(self, plan: Plan, other: Plan) -> bool:
+        """Whether one has the other's layout and step: that of waves may have another step."""
+        layout_of = self._trials.space.layout_of
+        return merit(plan) == merit(other) and layout_of(plan) == layout_of(other)
 
     def first_fit(self) -> tuple[Candidate, Plan] | None:
         """A plan that fits where no solver has one, those first that hold least."""
