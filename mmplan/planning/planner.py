@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -382,7 +382,7 @@ class _PlanSearch:
     def neighbours(
         self, plans: Sequence[SimulatedPlan], *, budget_s: float
     ) -> Iterator[SimulatedPlan]:
-        """A plan that is better than all others, and made from one by changes.
+        """The best plan of each search that is made from another by changes.
 
         Args:
             plans: simulated.
@@ -397,22 +397,22 @@ class _PlanSearch:
         search = self._neighbour_search(solution, len(plans), budget_s=all_s)
         found = search.run([item.plan for item in ranked])
         first_s = first.predicted.iteration_s
-        best_s = found[0].plan.predicted.iteration_s if found else first_s
-        self._neighbours = NeighbourReport(
-            evaluations=search.evaluations, gain=max(0.0, 1 - best_s / first_s)
-        )
+        gain = 1 - found[0].plan.predicted.iteration_s / first_s
+        self._neighbours = NeighbourReport(evaluations=search.evaluations, gain=gain)
         for best in found:
+            if best.candidate is None:
+                continue
             origin = next(item for item in ranked if item.plan is best.start)
             step_s = best.plan.predicted.iteration_s
+            more = f"{abs(step_s / first_s - 1):.1%} {'more' if step_s > first_s else 'less'}"
             note = (
                 f"changed in simulation from {origin.label}, which takes "
                 f"{origin.plan.predicted.iteration_s:.4g} s: {search.evaluations} plans were "
-                f"simulated, and the step takes {1 - step_s / first_s:.1%} less than the best of "
-                "those before"
+                f"simulated, and the step takes {more} than the best of those before"
             )
             yield SimulatedPlan(
                 solution=replace(solution, notes=(note,)),
-                candidate=replace(cast("Candidate", best.candidate), objective_s=step_s),
+                candidate=replace(best.candidate, objective_s=step_s),
                 plan=best.plan,
             )
 

@@ -92,9 +92,7 @@ class CompiledStep:
     @property
     def peak_bytes(self) -> float:
         """Of the fullest rank."""
-        if self.quotient is None:
-            return max(self.held)
-        return max(_of_all_ranks(self.held, self.quotient, self.plan))
+        return max(self.held)
 
     @rare_collections()
     def simulated(self) -> Simulated:
@@ -229,7 +227,9 @@ def _expanded(simulation: Simulation, quotient: Quotient, plan: Plan) -> Simulat
     """The simulation with every rank of the whole plan in its per-rank values."""
 
     def expand(values: Sequence[float]) -> tuple[float, ...]:
-        return _of_all_ranks(values, quotient, plan)
+        return tuple(
+            values[quotient.representative.get(rank, rank)] for rank in range(plan.devices)
+        )
 
     return replace(
         simulation,
@@ -239,8 +239,3 @@ def _expanded(simulation: Simulation, quotient: Quotient, plan: Plan) -> Simulat
         used=tuple(rank in quotient.representative for rank in range(plan.devices)),
         peak_bytes=expand(simulation.peak_bytes),
     )
-
-
-def _of_all_ranks(values: Sequence[float], quotient: Quotient, plan: Plan) -> tuple[float, ...]:
-    """Values of the representatives, for every rank of the whole plan."""
-    return tuple(values[quotient.representative.get(rank, rank)] for rank in range(plan.devices))

@@ -11,13 +11,13 @@ from typing import get_args
 
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import Backwards, LayoutSpace, PlanLayout, UnitChoice
+from mmplan.planning.order_search import LEADS
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import OrderRule
 from mmplan.solvers.sample_split import microbatch_sizes
 from mmplan.solvers.search_budget import SearchBudget
 
-# Forwards that all units may run ahead of their consumers' need; chosen by hand.
-_LEADS = (1, 2, 3, 6)
+# Forwards between the start and the end of a batch-sync at most; chosen by hand.
 _MOST_SYNC_LEAD = 2
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
@@ -330,13 +330,13 @@ class LayoutChanges:
         for turns in self._other_turns(layout):
             yield ("in_turn", turns), replace(layout, in_turn=turns)
         ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]
-        for lead in _LEADS:
+        for lead in LEADS:
             every = {i: replace(layout.choices[i], lead=lead) for i in ahead}
             yield ("leads", lead), layout.with_choices(every)
         for index in ahead:
             choice = layout.choices[index]
             for lead in (choice.lead - 1, choice.lead + 1):
-                if 0 <= lead <= max(_LEADS):
+                if 0 <= lead <= max(LEADS):
                     other = layout.with_choices({index: replace(choice, lead=lead)})
                     yield ("lead", (index, lead)), other
 

@@ -52,30 +52,25 @@ class NeighbourSearch:
         return self._trials.evaluations
 
     def run(self, starts: Sequence[Plan]) -> list[Neighbours]:
-        """The best plan of each search that is none of the starts, the best first.
+        """The best plan of each search, the best first; those without a candidate are starts.
 
         Args:
             starts: simulated, best first; one at least.
         """
-        unchanged = Neighbours(plan=starts[0], start=starts[0])
-        origins = [(starts, unchanged)]
-        uniform = self._best_uniform(starts[0])
+        origins, uniform = [starts], self._best_uniform(starts[0])
         if uniform is not None and not self._is_same(uniform.plan, starts[0]):
-            origins.append(([uniform.plan], uniform))
-            origins.sort(key=lambda pair: merit(pair[0][0]))
+            origins.append([uniform.plan])
+            origins.sort(key=lambda own: merit(own[0]))
         kept_s = _SECOND_SHARE * self._trials.budget.left_s
-        if len(origins) == 1 or kept_s < _FEW * self._trials.price_s(origins[1][0][0]):
+        if len(origins) == 1 or kept_s < _FEW * self._trials.price_s(origins[1][0]):
             kept_s = 0.0
         found: list[Neighbours] = []
-        for own, first in origins:
+        for own in origins:
             search = BestFirstSearch(self._trials, least_s=self._least_s, kept_s=kept_s)
             best, kept_s = search.run(own), 0.0
-            if best.candidate is None:
-                best = first
-            elif first is uniform:
-                best = replace(best, start=first.start)
-            if best.candidate is not None:
-                found.append(best)
+            if uniform is not None and own is not starts:
+                best = uniform if best.candidate is None else replace(best, start=uniform.start)
+            found.append(best)
         return sorted(found, key=lambda best: merit(best.plan))
 
     def _is_same(self, plan: Plan, other: Plan) -> bool:
