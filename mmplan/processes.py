@@ -86,11 +86,18 @@ _RARELY = 200_000
 
 @contextmanager
 def rare_collections() -> Generator[None]:
-    """Look for garbage rarely inside; as before afterwards."""
+    """Look for garbage rarely inside, and among new objects only; as before afterwards."""
     before = gc.get_threshold()
-    if 0 < before[0] < _RARELY:
-        gc.set_threshold(_RARELY, *before[1:])
+    if not 0 < before[0] < _RARELY:
+        yield
+        return
+    freezes = not gc.get_freeze_count()
+    gc.set_threshold(_RARELY, *before[1:])
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        if freezes:
+            gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import defaultdict
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
+from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
 from mmplan.program.model import Program
@@ -353,3 +355,24 @@ def benchmark_seconds() -> Callable[[Callable[[], Simulation]], float]:
         return best
 
     return measure
+
+
+def test_collections_of_garbage_are_as_before_afterwards() -> None:
+    """What a caller has frozen stays so, and inside an outer one nothing changes."""
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with rare_collections():
+        assert gc.get_threshold()[0] > before[0][0]
+        frozen = gc.get_freeze_count()
+        assert frozen > 1_000
+        with rare_collections():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    gc.freeze()
+    try:
+        own = gc.get_freeze_count()
+        with rare_collections():
+            pass
+        assert gc.get_freeze_count() == own
+    finally:
+        gc.unfreeze()

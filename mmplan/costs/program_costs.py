@@ -152,12 +152,12 @@ class ProgramCosts:
         """
         if not stage.gathers or not stage.trainable:
             return 0.0
-        task, module = stage.task, stage.module
+        task, module, ranks = stage.task, stage.module, stage.members
         hidden_s, total_s = 0.0, 0.0
         whole = self.costs.work_share(task=task, module=module, blocks=stage.blocks) or 1.0
         for block in (b for part in stage.trainable for b in range(*part)):
             size = self._numbers(stage.owner, block) * self.costs.held_bytes
-            gather_s = self.costs.all_gather(ranks=stage.members, num_bytes=size).seconds
+            gather_s = self.costs.all_gather(ranks=ranks, num_bytes=size).seconds
             total_s += max(0.0, gather_s - hidden_s)
             if not self.costs.cluster.device.is_cpu:
                 own = self.costs.work_share(task=task, module=module, blocks=(block, block + 1))

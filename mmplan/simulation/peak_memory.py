@@ -655,6 +655,7 @@ def _peak_activations(
     """Most bytes of micro-batches in flight; ``before`` as in ``Orders.forwards_before``."""
     if not stage.has_backward:
         return 0.0
-    sizes = (stop - start for start, stop in spans)
-    total = list(accumulate((costs.activation_bytes(stage, n) for n in sizes), initial=0.0))
+    sizes = [stop - start for start, stop in spans]
+    held = {n: costs.activation_bytes(stage, n) for n in set(sizes)}
+    total = list(accumulate(map(held.__getitem__, sizes), initial=0.0))
     return max((total[count] - total[m] for m, count in enumerate(before)), default=0.0)
