@@ -237,13 +237,21 @@ def _spread_rows(
         return {}
     length = len(dataset)
     chosen = sorted({i * length // RAGGED_SAMPLES for i in range(RAGGED_SAMPLES)})
-    samples = [collate([dataset[index]]) for index in chosen]
+    rows: dict[str, list[Ragged]] = {name: [] for name in fields}
+    for index in chosen:
+        sample = collate([dataset[index]])
+        for name, own in rows.items():
+            own.append(_counted(sample[name]))
     return {
-        name: Ragged(
-            *(torch.cat(column) for column in zip(*(s[name] for s in samples), strict=True))
-        )
-        for name in fields
+        name: Ragged(*(torch.cat(column) for column in zip(*own, strict=True)))
+        for name, own in rows.items()
     }
+
+
+def _counted(rows: Ragged) -> Ragged:
+    """Rows without their values, which may be large images; whole numbers may be lengths."""
+    is_numbers = rows.values.dtype == torch.int64 and rows.values.dim() == 1
+    return rows if is_numbers else Ragged(rows.values.to("meta"), rows.lengths)
 
 
 def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
