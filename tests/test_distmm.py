@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -471,6 +472,22 @@ def test_cuts_are_optimal(work: list[int], data: st.DataObject) -> None:
         for ends in itertools.combinations(range(1, len(work)), stages - 1)
     )
     assert max(sum(work[a:b]) for a, b in got) == best
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_heavy_stages_come_early(work: list[int], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(work)))
+    got = cut_everywhere(tuple(map(float, work)), len(work), heavy_early=True)[stages - 1]
+
+    def weight(cuts: Iterable[tuple[int, int]]) -> float:
+        after = reversed(range(stages))
+        return max(sum(work[a:b]) * (1 - 1e-3 * n) for (a, b), n in zip(cuts, after, strict=True))
+
+    every = itertools.combinations(range(1, len(work)), stages - 1)
+    best = min(weight(itertools.pairwise((0, *ends, len(work)))) for ends in every)
+    assert [b for _, b in got] == [*(a for a, _ in got[1:]), len(work)]
+    assert weight(got) == pytest.approx(best)
+    assert cut_everywhere((0.1,) * 32, 10, heavy_early=True)[9][1:3] == ((4, 8), (8, 11))
 
 
 def test_the_last_digits_of_seconds_cut_no_blocks() -> None:

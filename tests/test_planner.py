@@ -280,6 +280,24 @@ def test_colocated_modules_share_the_memory(tmp_path: Path) -> None:
             run_solve(tmp_path, job, costs, solver="colocated")
 
 
+@pytest.mark.parametrize(
+    ("memory", "sizes", "step_s"), [(8.0, [2, 2, 1, 1], 18 - 2 / 3), (7.0, [1, 1, 2, 2], 18.0)]
+)
+def test_heavy_stages_come_early_where_memory_holds_them(
+    tmp_path: Path, memory: float, sizes: list[int], step_s: float
+) -> None:
+    """Stage 1 of 4 runs two forwards of a third while the first sample comes back."""
+    tower = module_profile(1, 2, blocks=6, activation_bytes=6)
+    costs = profile({"a": tower}, 4, memory_bytes=memory)
+    pins = {"plan": {"tp": 1, "pp": 4, "dp": 1, "microbatch": 1}}
+    own = {"own": {"factory": "x:y", "inputs": ["a"]}}
+    job = workload({"a": pins}, batch=16, losses=own)
+    plan = run_solve(tmp_path, job, costs, solver="megatron")
+    assert [b - a for a, b in plan.units[0].blocks] == sizes
+    assert plan.predicted.iteration_s == pytest.approx(step_s)
+    assert max(plan.predicted.memory_bytes) <= memory
+
+
 def test_top_1_is_the_formulas_optimum_and_more_never_predict_worse(tmp_path: Path) -> None:
     towers = {"a": module_profile(1, 3, blocks=3), "b": module_profile(2, 1, fixed_s=0.5)}
     job, costs = workload({"a": {}, "b": {}}, batch=22), profile(towers, 7)

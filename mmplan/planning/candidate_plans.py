@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.measured_trials import SimulatedPlan, peak_bytes
+from mmplan.planning.stage_cuts import StageCuts
 from mmplan.planning.unit_schedules import pinned_backwards
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.agreement import depended_on, planned_task
@@ -55,6 +56,7 @@ class CandidatePlans:
         steps: keeps the shortest steps that fit the memory.
 
     Attributes:
+        cuts: of the modules, with heavy stages late and early.
         effort: so far, in instructions.
         too_large: peak memory of each candidate that does not fit, bytes.
         dropped: errors of the candidates that cannot run.
@@ -68,7 +70,7 @@ class CandidatePlans:
         asked: Asked,
         steps: BestSteps | None,
     ) -> None:
-        self.request, self.asked = request, asked
+        self.request, self.asked, self.cuts = request, asked, StageCuts(request)
         self.effort = 0
         self.too_large: list[float] = []
         self.dropped: list[InvalidInputError] = []
@@ -109,9 +111,8 @@ class CandidatePlans:
         most: float = math.inf,
     ) -> Iterator[SimulatedPlan]:
         """The candidate's simulated plan; nothing where it does not fit, run or keep the limits."""
-        plan = self.plan(solution, candidate)
         try:
-            plan, needed = self.with_bytes(plan, limit_s, most)
+            plan, needed = self.tried(solution, candidate, limit_s, most)
         except InvalidInputError as error:
             # Stage orders of this candidate may deadlock, or its tied blocks have several tp
             # degrees; other candidates may still run.
@@ -131,6 +132,25 @@ class CandidatePlans:
             plan=plan,
             is_baseline=solution.solver in BASELINES,
         )
+
+    def tried(
+        self,
+        solution: Solution,
+        candidate: Candidate,
+        limit_s: float = math.inf,
+        most: float = math.inf,
+    ) -> tuple[Plan, float]:
+        """:meth:`with_bytes` of a candidate, heavy stages early if that fits.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
+        plan = self.plan(solution, candidate)
+        if (earlier := self.cuts.early(plan)) is not plan:
+            earlier, needed = self.with_bytes(earlier, limit_s, most)
+            if needed <= self.memory_bytes:
+                return earlier, needed
+        return self.with_bytes(plan, limit_s, most)
 
     def with_bytes(
         self, plan: Plan, limit_s: float = math.inf, most: float = math.inf

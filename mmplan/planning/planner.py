@@ -360,9 +360,7 @@ class _PlanSearch:
             before, plan, needed = self._plans.effort, None, math.inf
             with suppress(InvalidInputError):
                 left = budget.left_s * INSTRUCTIONS_PER_S
-                plan, needed = self._plans.with_bytes(
-                    self._plans.plan(solution, candidate), most=left
-                )
+                plan, needed = self._plans.tried(solution, candidate, most=left)
             is_compiled = plan is not None and self._plans.is_compiled(plan)
             fits = needed <= self._plans.memory_bytes
             # Others were lowered only; those that are too large, for more than a small one takes.

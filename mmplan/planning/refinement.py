@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
-from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
+from mmplan.planning.measured_trials import (
+    SimulatedPlan,
+    as_fast_as,
+    peak_bytes,
+    rounded,
+    step_s,
+)
 from mmplan.planning.order_search import LEADS, best_order
 from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
 from mmplan.schema.plan import Plan
@@ -71,7 +77,7 @@ class Refinement:
             least_s = least_step_s(first.plan, self._request.costs)
             if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
                 continue  # no order of it is the best
-            plain = self._best_order(self._fused(first))
+            plain = self._best_cuts(self._best_order(self._fused(first)))
             reordered = self._on_shared_ranks(plain)
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more
@@ -98,6 +104,16 @@ class Refinement:
         fitting = [plan for plan in plans if self._plans.fits(plan)]
         # The first of equals: forwards issued early that hide nothing only take memory.
         return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
+
+    def _best_cuts(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The plan with its heavy stages late or early: faster, or in less memory."""
+        plan = self._plans.cuts.turned(best.plan)
+        if plan is not best.plan:
+            with suppress(InvalidInputError):
+                other = replace(best, plan=self._plans.simulated(plan))
+                if self._plans.fits(other.plan):
+                    return min(best, other, key=lambda x: (step_s(x), peak_bytes(x.plan.predicted)))
+        return best
 
     def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with the order in which its shared ranks idle least."""

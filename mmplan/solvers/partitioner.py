@@ -11,16 +11,30 @@ from mmplan.solvers.problem import Problem
 
 # Seconds this close are the same.
 ROUNDING = 1e-9
+# With heavy stages early a stage may have this share more for each stage after it. Chosen by hand:
+# less than stages differ by a block, more than rounding.
+_EARLIER = 1e-3
 
 
 # Equal modules of several tasks, solvers and degrees need the same cuts.
 @lru_cache(maxsize=64)
-def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, int], ...]]:
+def cut_everywhere(
+    work: tuple[float, ...], most: int, *, heavy_early: bool = False
+) -> list[tuple[tuple[int, int], ...]]:
     """Blocks cut into 1, 2, ... ``most`` consecutive stages with the least maximum of work.
 
     One recurrence for all numbers of stages, O(most * L^2) in numpy. Of cuts with the same maximum
     the last stages have most blocks: the first ones hold more micro-batches.
+
+    Args:
+        work: of each block.
+        most: stages.
+        heavy_early: as few stages as can be have the maximum, and these come first. Under 1F1B the
+            slowest stage has as many forwards more before its first backward as there are stages
+            after it, in time in which it waits otherwise.
     """
+    if heavy_early:
+        work = work[::-1]
     count = len(work)
     total = np.concatenate([[0.0], np.cumsum(work)])
     between = total[None, :] - total[:, None]
@@ -29,7 +43,8 @@ def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, 
     starts: list[Indices] = []
     cuts: list[tuple[tuple[int, int], ...]] = [((0, count),)]
     for stages in range(2, most + 1):
-        largest = np.maximum(best[:, None], between)
+        own = between * (1 - _EARLIER * (stages - 1)) if heavy_early else between
+        largest = np.maximum(best[:, None], own)
         best = largest.min(axis=0)
         # The first start that is as good: sums of equal work differ in their last digits.
         starts.append((largest <= best * (1 + ROUNDING)).argmax(axis=0))
@@ -37,6 +52,8 @@ def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, 
         for row in reversed(starts):
             ends.append(int(row[ends[-1]]))
         ends = [0, *reversed(ends)]
+        if heavy_early:
+            ends = [count - end for end in reversed(ends)]
         cuts.append(tuple((ends[i], ends[i + 1]) for i in range(stages)))
     return cuts
 
@@ -54,9 +71,12 @@ def _block_seconds(problem: Problem, module: str) -> Floats:
     return (costs.blocks.shares @ (forward + backward))[:, 0]
 
 
-def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, int], ...]:
+def module_stages(
+    problem: Problem, module: str, pp: int, *, heavy_early: bool = False
+) -> tuple[tuple[int, int], ...]:
     """The module's blocks cut into ``pp`` stages of nearly equal forward plus backward."""
-    return module_cuts(problem, module, problem.blocks(module))[pp - 1]
+    work = tuple(_block_seconds(problem, module).tolist())
+    return cut_everywhere(work, problem.blocks(module), heavy_early=heavy_early)[pp - 1]
 
 
 def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
