@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
-from mmplan.planning.measured_trials import (
-    SimulatedPlan,
-    as_fast_as,
-    peak_bytes,
-    rounded,
-    step_s,
-)
+from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
 from mmplan.planning.order_search import LEADS, best_order
 from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
 from mmplan.schema.plan import Plan
@@ -106,13 +100,13 @@ class Refinement:
         return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
 
     def _best_cuts(self, best: SimulatedPlan) -> SimulatedPlan:
-        """The plan with its heavy stages late or early: faster, or in less memory."""
+        """The plan, or it with its heavy stages elsewhere where that is faster and fits."""
         plan = self._plans.cuts.turned(best.plan)
         if plan is not best.plan:
             with suppress(InvalidInputError):
                 other = replace(best, plan=self._plans.simulated(plan))
-                if self._plans.fits(other.plan):
-                    return min(best, other, key=lambda x: (step_s(x), peak_bytes(x.plan.predicted)))
+                if step_s(other) < step_s(best) and self._plans.fits(other.plan):
+                    return other
         return best
 
     def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
