@@ -11,9 +11,30 @@ from pathlib import Path
 
 import torch
 
+import mmplan
 from mmplan.schema.base import write_text
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def check_tree(package: Path) -> None:
+    """Refuse to measure an mmplan of another folder than these benchmarks'.
+
+    Args:
+        package: the folder of the mmplan that was imported.
+
+    Raises:
+        SystemExit: it is another one.
+    """
+    if package.resolve().parent != ROOT:
+        raise SystemExit(
+            f"{ROOT / 'benchmarks'} would measure {package}; set PYTHONPATH={ROOT}, "
+            "or install that folder"
+        )
+
+
+check_tree(Path(mmplan.__file__).parent)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

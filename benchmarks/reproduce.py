@@ -15,8 +15,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from page import ROOT
 from reproduction import chains, contrastive, multitask, stated
-from reproduction.jobs import ROOT, run
+from reproduction.jobs import run
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import write_text

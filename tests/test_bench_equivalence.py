@@ -171,3 +171,9 @@ def test_sections_are_replaced_and_the_rest_of_the_page_stays(tmp_path: Path) ->
     assert "first" not in text
     assert text.index("third") < text.index("second") < text.index("by hand")
     assert os.linesep.join(text.splitlines()).count("one: begin") == 1
+
+
+def test_benchmarks_measure_the_tree_they_are_in(tmp_path: Path) -> None:
+    page.check_tree(page.ROOT / "mmplan")
+    with pytest.raises(SystemExit, match="set PYTHONPATH="):
+        page.check_tree(tmp_path / "mmplan")

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from page import ROOT
 from planning import with_fused_backwards
 from rich.progress import Progress
 
@@ -31,7 +32,6 @@ from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, load_workload
 from mmplan.simulation.predict import costs_of
 
-ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "examples" / "papers"
 DATA_SAMPLES = 512
 # For simulating plans beyond the first of each kind: the page is made in minutes.
