@@ -105,6 +105,21 @@ tables_lists = st.lists(option_tables(), min_size=1, max_size=3)
 @example([make_table([1], [5.0])], 1, 1)  # one option, one device
 @example([make_table([1, 2], [7.0, 7.0])] * 2, 3, 2)  # everything ties
 @example([make_table([2], [1.0])] * 2, 3, 1)  # one device short
+# A floor that is no option's value any more: the search once halved this box for ever.
+@example(
+    [
+        make_table(
+            [2, 1, 4, 3, 1],
+            [4, 3, 0, 5, 3],
+            round_s=[4, 1, 4, 1, 0],
+            last_s=[2, 6, 0, 1, 2],
+            device_s=[5, 3, 3, 0, 4],
+        ),
+        make_table([5], [1], round_s=[5], last_s=[0], device_s=[5]),
+    ],
+    14,
+    3,
+)
 def test_the_k_best_match_brute_force(tables: list[OptionTable], devices: int, rounds: int) -> None:
     want = brute_force(tables, devices, rounds)
     assert solve_all(tables, devices, rounds, 6) == want[:6]

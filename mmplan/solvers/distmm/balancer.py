@@ -412,7 +412,8 @@ class _BoxSearch:
         d = int(np.argmax(widths))
         if (highs < lows).any() or widths[d] <= 0:
             return
-        values = np.unique(np.concatenate([c.times[d] for c in box]))
+        # The floor may be no option's value any more; without it the upper half could be the whole.
+        values = np.unique(np.concatenate([[lows[d]], *(c.times[d] for c in box)]))
         values = values[(values >= lows[d]) & (values <= highs[d])]
         middle = float(values[(len(values) - 1) // 2])
         above = values[values > middle]
