@@ -412,7 +412,7 @@ class _BoxSearch:
         d = int(np.argmax(widths))
         if (highs < lows).any() or widths[d] <= 0:
             return
-        # The floor may be no option's value any more; without it the upper half could be the whole.
+        # The floor may be no option's value any more; without it the lower half could be the whole.
         values = np.unique(np.concatenate([[lows[d]], *(c.times[d] for c in box)]))
         values = values[(values >= lows[d]) & (values <= highs[d])]
         middle = float(values[(len(values) - 1) // 2])
