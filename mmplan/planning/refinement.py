@@ -11,6 +11,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
 from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
 from mmplan.planning.order_search import LEADS, best_order
+from mmplan.planning.unit_polish import polished
 from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
 from mmplan.schema.plan import Plan
 from mmplan.simulation.least_step import least_step_s
@@ -84,7 +85,31 @@ class Refinement:
             is_near = step_s(x.split) <= BOTH_WITHIN * step_s(best.split)
             if x is best or (is_near and not is_large):
                 found[position] = replace(x, split=self._both_changed(x.split))
+        if both:
+            best = min(found, key=lambda x: step_s(x.split))
+            position = next(i for i, x in enumerate(found) if x is best)
+            found[position] = replace(best, split=self._polished(best.split))
         return found
+
+    def _polished(self, best: SimulatedPlan) -> SimulatedPlan:
+        import os, sys
+        if os.environ.get('NOPOL') or best.plan.waves:
+            return best
+        before = self._plans.effort
+        n=0
+        def better(own: Plan, other: Plan) -> Plan | None:
+            nonlocal n
+            if self._plans.effort - before > float(os.environ.get('POL','1'))*INSTRUCTIONS_OF_FIRST:
+                return None
+            n+=1
+            with suppress(InvalidInputError):
+                other = self._plans.simulated(other)
+                if other.predicted.iteration_s < 0.999 * own.predicted.iteration_s and self._plans.fits(other):
+                    return other
+            return None
+        plan = polished(best.plan, self._request.workload, better)
+        print('POL', n, self._plans.effort-before, round(plan.predicted.iteration_s/best.plan.predicted.iteration_s-1,4), [(u.name,u.schedule.kind,max(map(max,u.microbatches)),max(map(max,v.microbatches))) for u,v in zip(plan.units,best.plan.units) if u!=v], file=sys.stderr)
+        return best if plan is best.plan else replace(best, plan=plan)
 
     def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
