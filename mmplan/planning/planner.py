@@ -33,10 +33,9 @@ from mmplan.planning.neighbours.search import UNIFORM_SHARE, NeighbourSearch
 from mmplan.planning.neighbours.trials import LayoutTrials
 from mmplan.planning.order_search import order_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
-from mmplan.planning.refinement import NEIGHBOURS, Refinement, of_neighbours
-from mmplan.planning.unit_schedules import (
-    split_notes,
-)
+from mmplan.planning.refinement import NEIGHBOURS, RefinedPlan, Refinement, of_neighbours
+from mmplan.planning.unit_polish import polish_notes
+from mmplan.planning.unit_schedules import split_notes
 from mmplan.processes import rare_collections
 from mmplan.schema.agreement import check_profiled
 from mmplan.schema.base import (
@@ -431,7 +430,7 @@ class _PlanSearch:
         both = self._plans.asked.solver == "auto" and self._request.top > 1 and trials is None
         results = Refinement(self._plans).run(firsts, all_of_them=trials is not None, both=both)
         refined = {id(item): result for item, result in zip(firsts, results, strict=True)}
-        finalists = [(refined[id(t)].split if id(t) in refined else t, t) for t in ranked]
+        finalists = [(refined[id(t)].final if id(t) in refined else t, t) for t in ranked]
         # Of equals, one that a solver found is easier to explain than a change of it.
         finalists.sort(key=lambda pair: (*merit(pair[0]), pair[0].solution.solver == NEIGHBOURS))
         if trials is not None:
@@ -441,9 +440,8 @@ class _PlanSearch:
             finalists, plain_notes = plainest_first(finalists)
             self._search_notes += plain_notes
         best, origin = finalists[0]
-        plain, fused = best, best
-        if id(origin) in refined:
-            plain, fused = refined[id(origin)].plain, refined[id(origin)].reordered
+        own = refined.get(id(origin)) or RefinedPlan(plain=best, reordered=best, split=best)
+        splits = own.split.plan is not own.reordered.plan
         objective_s = best.candidate.objective_s
         # The solver's bound leaves out grids beside its own plans; simulated ones count.
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
@@ -461,15 +459,16 @@ class _PlanSearch:
                 "idle_ranks": idle,
                 "measured_s": best.measured_s,
                 "notes": (
-                    *self._notes(best, idle, devices),
-                    *order_notes(fused.plan, plain.plan),
-                    *split_notes(best.plan, fused.plan),
+                    *self._notes(best, own.split.plan, idle, devices),
+                    *order_notes(own.reordered.plan, own.plain.plan),
+                    *split_notes(own.split.plan, own.reordered.plan),
+                    *polish_notes(own.final.plan, own.split.plan),
                     *left_out,
                 ),
                 "neighbours": self._neighbours,
                 "largest_sync_batch": largest_sync_batches(self._request, best.plan.units),
                 "runners_up": (
-                    *([runner_up(fused, FUSED)] if best.plan is not fused.plan else []),
+                    *([runner_up(own.reordered, FUSED)] if splits else []),
                     *(runner_up(t) for t, source in finalists if source is not origin),
                 ),
             }
@@ -482,7 +481,9 @@ class _PlanSearch:
             return plan
         return self._plans.simulated(plan.model_copy(update={"devices": devices}))
 
-    def _notes(self, best: SimulatedPlan, idle: tuple[int, ...], devices: int) -> list[str]:
+    def _notes(
+        self, best: SimulatedPlan, searched: Plan, idle: tuple[int, ...], devices: int
+    ) -> list[str]:
         request = self._request
         notes = [*best.solution.notes, *best.candidate.notes]
         notes += [
@@ -495,7 +496,7 @@ class _PlanSearch:
                 f"({'rank' if len(idle) == 1 else 'ranks'} {rank_ranges(idle, ', ')}): "
                 f"{best.solution.idle_because}"
             )
-        gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
+        gpipe = [unit.name for unit in searched.units if unit.schedule.kind == "gpipe"]
         if gpipe:
             notes.append(
                 f"{', '.join(gpipe)}: memory does not hold the micro-batches of the batch-sync "

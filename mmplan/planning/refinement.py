@@ -25,6 +25,8 @@ REFINED_WITHIN = 2
 # Split backwards in an order of their own are tried of plans that take up to this times the best
 # refined step.
 BOTH_WITHIN = 1.05
+# Changes of single units must shorten the step to less than this share; chosen by hand.
+POLISHED_BY = 0.999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,19 @@ class RefinedPlan:
         plain: fused backwards, in the best order of its micro-batches.
         reordered: in the best order on shared ranks.
         split: with split backwards where they gain; the plan itself where all this lost.
+        polished: with other micro-batches and kinds of schedule of single units; None where that
+            was not tried.
     """
 
     plain: SimulatedPlan
     reordered: SimulatedPlan
     split: SimulatedPlan
+    polished: SimulatedPlan | None = None
+
+    @property
+    def final(self) -> SimulatedPlan:
+        """After all changes."""
+        return self.polished or self.split
 
 
 class Refinement:
@@ -60,7 +70,8 @@ class Refinement:
         Args:
             plans: the best first.
             all_of_them: those too that are slower by their computes alone.
-            both: those that are near the best get split backwards in an order of their own too.
+            both: those that are near the best get split backwards in an order of their own too, and
+                the best is polished.
         """
         found = [RefinedPlan(plain=x, reordered=x, split=x) for x in plans]
         effort_before = self._plans.effort
@@ -86,30 +97,10 @@ class Refinement:
             if x is best or (is_near and not is_large):
                 found[position] = replace(x, split=self._both_changed(x.split))
         if both:
-            best = min(found, key=lambda x: step_s(x.split))
-            position = next(i for i, x in enumerate(found) if x is best)
-            found[position] = replace(best, split=self._polished(best.split))
+            position = min(range(len(found)), key=lambda n: step_s(found[n].split))
+            x = found[position]
+            found[position] = replace(x, polished=self._polished(x.split))
         return found
-
-    def _polished(self, best: SimulatedPlan) -> SimulatedPlan:
-        import os, sys
-        if os.environ.get('NOPOL') or best.plan.waves:
-            return best
-        before = self._plans.effort
-        n=0
-        def better(own: Plan, other: Plan) -> Plan | None:
-            nonlocal n
-            if self._plans.effort - before > float(os.environ.get('POL','1'))*INSTRUCTIONS_OF_FIRST:
-                return None
-            n+=1
-            with suppress(InvalidInputError):
-                other = self._plans.simulated(other)
-                if other.predicted.iteration_s < 0.999 * own.predicted.iteration_s and self._plans.fits(other):
-                    return other
-            return None
-        plan = polished(best.plan, self._request.workload, better)
-        print('POL', n, self._plans.effort-before, round(plan.predicted.iteration_s/best.plan.predicted.iteration_s-1,4), [(u.name,u.schedule.kind,max(map(max,u.microbatches)),max(map(max,v.microbatches))) for u,v in zip(plan.units,best.plan.units) if u!=v], file=sys.stderr)
-        return best if plan is best.plan else replace(best, plan=plan)
 
     def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
@@ -161,13 +152,25 @@ class Refinement:
             request.cluster,
             lambda plan: self._ordered(self._plans.simulated(plan), leads=()),
         )
-        if plan is best.plan:
+        return best if plan is best.plan else _as_change(best, plan)
+
+    def _polished(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The best plan, or it with other micro-batches or kinds of schedule of single units."""
+        effort_before = self._plans.effort
+
+        def better(own: Plan, other: Plan) -> Plan | None:
+            if self._plans.effort - effort_before < INSTRUCTIONS_OF_FIRST:
+                with suppress(InvalidInputError):
+                    other = self._plans.simulated(other)
+                    least_s = POLISHED_BY * own.predicted.iteration_s
+                    if other.predicted.iteration_s < least_s and self._plans.fits(other):
+                        return other
+            return None
+
+        if best.plan.waves:  # its slices have times
             return best
-        solution = best.solution
-        if best.is_baseline:
-            note = f"changed in simulation from {best.label}"
-            solution = replace(of_neighbours(solution.formula_bound_s), notes=(note,))
-        return replace(best, plan=plan, solution=solution, is_baseline=False)
+        plan = polished(best.plan, self._request.workload, better)
+        return best if plan is best.plan else _as_change(best, plan)
 
     def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with fused backwards, if these fit and can run."""
@@ -188,6 +191,15 @@ class Refinement:
             return fused
         plan = best_backwards(fused.plan, request.workload, request.cluster, self._plans.simulated)
         return replace(fused, plan=plan)
+
+
+def _as_change(item: SimulatedPlan, plan: Plan) -> SimulatedPlan:
+    """A change of a plan by more than its order or backwards: a baseline is a baseline no more."""
+    solution = item.solution
+    if item.is_baseline:
+        note = f"changed in simulation from {item.label}"
+        solution = replace(of_neighbours(solution.formula_bound_s), notes=(note,))
+    return replace(item, plan=plan, solution=solution, is_baseline=False)
 
 
 def of_neighbours(least_s: float) -> Solution:
