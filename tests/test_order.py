@@ -85,6 +85,34 @@ def test_a_plan_stays_as_it_is_where_no_other_order_gains_or_fits() -> None:
     assert same is usual
 
 
+def test_other_rules_are_simulated_where_sums_take_long() -> None:
+    """No rank idles between its computes: an estimate sees no gain in hiding sums behind others."""
+    ranks = [[[0]], [[1]]]
+    plan = make_plan(
+        *(unit(m, *inputs, dp=2, k=2, kind="1f1b", ranks=ranks) for m, *inputs in ("a", "ba")),
+        losses=[loss("regression", "b")],
+        batch=4,
+    )
+    each = {m: module_profile(2.0, 4.0, blocks=1, parameters=40.0) for m in "ab"}
+    link = {"latency_s": 0.1, "bandwidth_bytes_per_s": 16.0}
+    costs = CostModel(profile(each, 2, intra=link))
+    usual, tried = predicted(plan, costs), list[Plan]()
+
+    def simulated(plan: Plan) -> Plan:
+        tried.append(predicted(plan, costs))
+        return tried[-1]
+
+    best = best_order(usual, costs, simulated=simulated, fits=lambda p: True)
+    assert {(p.order or Order()).rule for p in tried} == set(RULES) - {"backward-first"}
+    assert best.predicted.iteration_s < 0.95 * usual.predicted.iteration_s
+    assert best.predicted.iteration_s == min(p.predicted.iteration_s for p in tried)
+    # Over fast links there is nothing to hide.
+    costs, tried = CostModel(profile(each, 2)), []
+    usual = predicted(plan, costs)
+    assert best_order(usual, costs, simulated=simulated, fits=lambda p: True) is usual
+    assert not tried
+
+
 def test_plans_without_an_order_are_written_as_before() -> None:
     plan, _ = chain()
     assert '"order"' not in document_text(plan)

@@ -1,0 +1,98 @@
+"""The last changes of a chosen plan: none is left that would gain, and pins hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmplan.costs.program_costs import CostModel
+from mmplan.planning.unit_polish import polished
+from mmplan.program.checks.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.schema.faults import plan_faults
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+from mmplan.simulation.symmetry import predict
+from tests.programs import loss, make_plan, unit
+from tests.solving import module_profile, profile, run_solve, workload
+from tests.test_neighbours import small_job
+
+SHARED = [[[0], [1]]]
+NAMES = ("a", "b", "c")
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Plan, CostModel]:
+    """Modules one after another as pipelines of two stages on the same two ranks."""
+    batch, names = 8, NAMES[: draw(st.integers(1, 3))]
+    inputs = {name: names[i - 1 : i] for i, name in enumerate(names)}
+    plan = make_plan(
+        *(
+            unit(m, *inputs[m], pp=2, k=draw(st.sampled_from([1, 2, 4])), kind="1f1b", ranks=SHARED)
+            for m in names
+        ),
+        losses=[loss("regression", names[-1])],
+        batch=batch,
+    )
+    seconds = st.integers(1, 8).map(float)
+    modules = {
+        m: module_profile(draw(seconds), 2 * draw(seconds), fixed_s=0.5, blocks=2) for m in names
+    }
+    costs = CostModel(profile(modules, 2))
+    return plan.model_copy(update={"predicted": predict(plan, costs)}), costs
+
+
+def job_of(plan: Plan, **pins: object) -> Workload:
+    """A workload with the plan's modules."""
+    specs = {u.module: {"plan": pins} for u in plan.units}
+    return workload(specs, batch=8)
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [max(map(max, u.microbatches)) for u in plan.units]
+
+
+@given(chains())
+@settings(max_examples=25)
+def test_no_single_change_of_a_polished_plan_gains(given: tuple[Plan, CostModel]) -> None:
+    plan, costs = given
+
+    def better(own: Plan, other: Plan) -> Plan | None:
+        other = other.model_copy(update={"predicted": predict(other, costs)})
+        return other if other.predicted.iteration_s < own.predicted.iteration_s else None
+
+    best = polished(plan, job_of(plan), better)
+    assert best.predicted.iteration_s <= plan.predicted.iteration_s
+    assert best.predicted == predict(best, costs)
+    assert not plan_faults(best)
+    assert not check_program(compile_plan(best))
+    kept = [(u.ranks, u.blocks, u.samples) for u in plan.units]
+    assert [(u.ranks, u.blocks, u.samples) for u in best.units] == kept
+    assert all(
+        predict(other, costs).iteration_s >= best.predicted.iteration_s for other in near(best)
+    )
+    # Pinned sizes stay; what is left is the kind of schedule.
+    pinned = polished(plan, job_of(plan, microbatch=sizes(plan)), better)
+    assert set(sizes(pinned)) <= set(sizes(plan))
+
+
+def near(plan: Plan) -> Iterator[Plan]:
+    """Every unit with all forwards first."""
+    for index, own in enumerate(plan.units):
+        schedule = own.schedule.model_copy(update={"kind": "gpipe"})
+        changed = own.model_copy(update={"schedule": schedule})
+        units = (*plan.units[:index], changed, *plan.units[index + 1 :])
+        yield plan.model_copy(update={"units": units})
+
+
+def test_the_chosen_plan_is_polished(tmp_path: Path) -> None:
+    """Of job 13 the search's best layout has larger micro-batches than its best order wants."""
+    job, costs = small_job(13)
+    plan = run_solve(tmp_path, job, costs)
+    (note,) = (n for n in plan.solver.notes if n.endswith("than with those of the search"))
+    assert note.startswith("a 1f1b with micro-batches of 1: the step takes 7.9% less")
+    assert max(map(max, plan.unit("a").microbatches)) == 1
+    assert predict(plan, CostModel(costs, None, plan.training)) == plan.predicted
