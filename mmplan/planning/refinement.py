@@ -27,6 +27,8 @@ REFINED_WITHIN = 2
 BOTH_WITHIN = 1.05
 # Changes of single units must shorten the step to less than this share; chosen by hand.
 POLISHED_BY = 0.999
+# A step that may lose less than this share gets as much less effort for them; chosen by hand.
+POLISHED_WHOLLY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +158,14 @@ class Refinement:
 
     def _polished(self, best: SimulatedPlan) -> SimulatedPlan:
         """The best plan, or it with other micro-batches or kinds of schedule of single units."""
-        effort_before = self._plans.effort
+        if best.plan.waves or not step_s(best):  # slices of waves have times
+            return best
+        # What its computes take leaves so much to gain.
+        share = 1 - least_step_s(best.plan, self._request.costs) / step_s(best)
+        last = self._plans.effort + min(1.0, share / POLISHED_WHOLLY) * INSTRUCTIONS_OF_FIRST
 
         def better(own: Plan, other: Plan) -> Plan | None:
-            if self._plans.effort - effort_before < INSTRUCTIONS_OF_FIRST:
+            if self._plans.effort < last:
                 with suppress(InvalidInputError):
                     other = self._plans.simulated(other)
                     least_s = POLISHED_BY * own.predicted.iteration_s
@@ -167,8 +173,6 @@ class Refinement:
                         return other
             return None
 
-        if best.plan.waves:  # its slices have times
-            return best
         plan = polished(best.plan, self._request.workload, better)
         return best if plan is best.plan else _as_change(best, plan)
 
