@@ -65,11 +65,19 @@ def _size(unit: Unit) -> int:
 def polish_notes(plan: Plan, before: Plan) -> list[str]:
     """What the last changes were and what they gain; nothing without any."""
     changed = [
-        f"{unit.name} {unit.schedule.kind} with micro-batches of {_size(unit)}"
+        _what_changed(unit, old)
         for unit, old in zip(plan.units, before.units, strict=True)
         if unit != old
     ]
     if not changed:
         return []
     gain = 1 - plan.predicted.iteration_s / before.predicted.iteration_s
-    return [f"{', '.join(changed)}: the step takes {gain:.1%} less than with those of the search"]
+    return [f"{', '.join(changed)}: in this order the step takes {gain:.1%} less"]
+
+
+def _what_changed(unit: Unit, old: Unit) -> str:
+    size, before = _size(unit), _size(old)
+    parts = [f"{unit.name} has micro-batches of {size} in place of {before}"] * (size != before)
+    if unit.schedule != old.schedule:
+        parts.append(f"{'' if parts else f'{unit.name} has '}all forwards first (gpipe)")
+    return " and ".join(parts)
