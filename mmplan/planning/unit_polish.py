@@ -1,4 +1,4 @@
-"""The last changes of a chosen plan: micro-batches and kinds of schedule of single units.
+"""The last changes of a chosen plan: micro-batches and schedules of single units.
 
 The search orders all layouts by one rule and two leads, and refinement finds the order in which the
 best of them idles least. In that order other micro-batches may be best, or all forwards before all
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import Plan, ScheduleKind, Unit
 from mmplan.schema.workload import Pins, Workload
 from mmplan.solvers.sample_split import cut, microbatch_sizes
@@ -17,14 +18,14 @@ from mmplan.solvers.sample_split import cut, microbatch_sizes
 def polished(plan: Plan, workload: Workload, better: Callable[[Plan, Plan], Plan | None]) -> Plan:
     """The plan after changes of one unit at a time, as long as one makes it better.
 
-    All micro-batches come before kinds of schedule, which gain less often.
+    All micro-batches come first, then kinds of schedule, then leads and backwards.
 
     Args:
         plan: simulated, without waves.
-        workload: its pins limit the micro-batches.
+        workload: its pins limit the changes.
         better: simulates the second plan; it, where it is better than the first, else None.
     """
-    for changes_of in (_other_sizes, _as_gpipe):
+    for changes_of in (_other_sizes, _as_gpipe, _other_schedules):
         in_vain = index = 0
         while in_vain < len(plan.units):
             unit, best = plan.units[index], plan
@@ -47,6 +48,19 @@ def _other_sizes(unit: Unit, pins: Pins) -> Iterator[Unit]:
             cut(sum(row), size, pinned=is_pinned, largest_share=share) for row in unit.microbatches
         )
         yield unit.model_copy(update={"microbatches": tuple(rows)})
+
+
+def _other_schedules(unit: Unit, pins: Pins) -> Iterator[Unit]:
+    """The unit with other leads; one with split backwards with whole ones or as many in flight."""
+    own = unit.schedule
+    leads = (own.lead - 1, own.lead + 1, own.lead + 3) if POLICIES[own.kind].runs_ahead else ()
+    changes: list[dict[str, int | bool]] = [{"lead": lead} for lead in leads if lead >= 0]
+    if own.split_backward and pins.split_backward == "auto":
+        changes.append({"split_backward": False, "even_in_flight": False})
+        if unit.pp > 1:
+            changes.append({"even_in_flight": not own.even_in_flight})
+    for change in changes:
+        yield unit.model_copy(update={"schedule": own.model_copy(update=change)})
 
 
 def _as_gpipe(unit: Unit, pins: Pins) -> Iterator[Unit]:
@@ -77,7 +91,14 @@ def polish_notes(plan: Plan, before: Plan) -> list[str]:
 
 def _what_changed(unit: Unit, old: Unit) -> str:
     size, before = _size(unit), _size(old)
-    parts = [f"{unit.name} has micro-batches of {size} in place of {before}"] * (size != before)
-    if unit.schedule != old.schedule:
-        parts.append(f"{'' if parts else f'{unit.name} has '}all forwards first (gpipe)")
-    return " and ".join(parts)
+    parts = [f"micro-batches of {size} in place of {before}"] * (size != before)
+    own, new = old.schedule, unit.schedule
+    if new.kind != own.kind:
+        parts.append("all forwards first (gpipe)")
+    if new.lead != own.lead:
+        parts.append(f"a lead of {new.lead} in place of {own.lead}")
+    if new.split_backward != own.split_backward:
+        parts.append("whole backwards")
+    elif new.even_in_flight != own.even_in_flight:
+        parts.append("as many in flight" if new.even_in_flight else "fewer in flight")
+    return f"{unit.name} has {' and '.join(parts)}"
