@@ -18,14 +18,14 @@ from mmplan.solvers.sample_split import cut, microbatch_sizes
 def polished(plan: Plan, workload: Workload, better: Callable[[Plan, Plan], Plan | None]) -> Plan:
     """The plan after changes of one unit at a time, as long as one makes it better.
 
-    All micro-batches come first, then kinds of schedule, then leads and backwards.
+    The next micro-batches come first, then kinds of schedule, leads and backwards; far ones last.
 
     Args:
         plan: simulated, without waves.
         workload: its pins limit the changes.
         better: simulates the second plan; it, where it is better than the first, else None.
     """
-    for changes_of in (_other_sizes, _as_gpipe, _other_schedules):
+    for changes_of in (_next_sizes, _as_gpipe, _other_schedules, _other_sizes):
         in_vain = index = 0
         while in_vain < len(plan.units):
             unit, best = plan.units[index], plan
@@ -37,17 +37,27 @@ def polished(plan: Plan, workload: Workload, better: Callable[[Plan, Plan], Plan
     return plan
 
 
-def _other_sizes(unit: Unit, pins: Pins) -> Iterator[Unit]:
+def _next_sizes(unit: Unit, pins: Pins) -> Iterator[Unit]:
     """The unit with the next smaller micro-batches, and with the next larger ones."""
-    share, own = max(map(sum, unit.microbatches)), _size(unit)
-    sizes = list(microbatch_sizes(share, pins))
+    sizes, own = _sizes(unit, pins), _size(unit)
     smaller, larger = [s for s in sizes if s < own], [s for s in sizes if s > own]
-    for size in (*smaller[-1:], *larger[:1]):
-        is_pinned = pins.microbatch is not None
-        rows = (
-            cut(sum(row), size, pinned=is_pinned, largest_share=share) for row in unit.microbatches
-        )
-        yield unit.model_copy(update={"microbatches": tuple(rows)})
+    yield from (_resized(unit, size, pins) for size in (*smaller[-1:], *larger[:1]))
+
+
+def _other_sizes(unit: Unit, pins: Pins) -> Iterator[Unit]:
+    """The unit with any other micro-batches, large ones first: these take less to simulate."""
+    sizes = [size for size in _sizes(unit, pins) if size != _size(unit)]
+    yield from (_resized(unit, size, pins) for size in reversed(sizes))
+
+
+def _sizes(unit: Unit, pins: Pins) -> list[int]:
+    return list(microbatch_sizes(max(map(sum, unit.microbatches)), pins))
+
+
+def _resized(unit: Unit, size: int, pins: Pins) -> Unit:
+    share, is_pinned = max(map(sum, unit.microbatches)), pins.microbatch is not None
+    rows = (cut(sum(row), size, pinned=is_pinned, largest_share=share) for row in unit.microbatches)
+    return unit.model_copy(update={"microbatches": tuple(rows)})
 
 
 def _other_schedules(unit: Unit, pins: Pins) -> Iterator[Unit]:
@@ -68,7 +78,7 @@ def _as_gpipe(unit: Unit, pins: Pins) -> Iterator[Unit]:
     kinds: tuple[ScheduleKind, ...] = ("1f1b", "batch-sync")
     if unit.schedule.kind in kinds:
         schedule = unit.schedule.model_copy(update={"kind": "gpipe"})
-        for own in (unit, *_other_sizes(unit, pins)):
+        for own in (unit, *_next_sizes(unit, pins)):
             yield own.model_copy(update={"schedule": schedule})
 
 
