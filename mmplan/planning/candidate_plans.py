@@ -140,23 +140,27 @@ class CandidatePlans:
         limit_s: float = math.inf,
         most: float = math.inf,
     ) -> tuple[Plan, float]:
-        """The candidate's plan, and the bytes that it needs at least; of a simulated one all.
-
-        Heavy stages come early if that fits. It is simulated where it fits the memory and may take
-        no more than ``limit_s``, with no more than ``most`` instructions, about.
+        """:meth:`with_bytes` of the candidate's plan, heavy stages early if that fits.
 
         Raises:
             InvalidInputError: it cannot run.
         """
         plan = self.plan(solution, candidate)
         if (earlier := self.cuts.early(plan)) is not plan:
-            earlier, needed = self._with_bytes(earlier, limit_s, most)
+            earlier, needed = self.with_bytes(earlier, limit_s, most)
             if needed <= self.memory_bytes:
                 return earlier, needed
-        return self._with_bytes(plan, limit_s, most)
+        return self.with_bytes(plan, limit_s, most)
 
-    def _with_bytes(self, plan: Plan, limit_s: float, most: float) -> tuple[Plan, float]:
-        """A plan as :meth:`tried` gives it."""
+    def with_bytes(self, plan: Plan, limit_s: float, most: float) -> tuple[Plan, float]:
+        """A plan, and the bytes that it needs at least; of a simulated one all.
+
+        It is simulated where it fits the memory and may take no more than ``limit_s``, with no
+        more than ``most`` instructions, about.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
         key = _what_runs(plan)
         if key in self._refused:
             return plan, self._refused[key]

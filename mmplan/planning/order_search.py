@@ -66,7 +66,7 @@ def best_order(
     estimates = _Estimates(plan, costs)
     own = estimates.of_orders(plan, [plan.order or Order()])[0]
     if own.step_s < AS_FAST * own.busiest_s:
-        # Where the step takes longer, messages or sums do: their rule may be another one.
+        # Messages or sums take what the step takes longer: another rule may hide more of them.
         is_unseen = plan.predicted.iteration_s > _UNSEEN * own.step_s
         others = _under_other_rules(plan) if is_unseen else ()
     else:

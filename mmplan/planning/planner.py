@@ -198,8 +198,8 @@ def solve(
             spare_s = min(search.patience_left_s, SIMULATION_BUDGETS * budget_s)
             own_s = NEIGHBOUR_BUDGETS * budget_s + max(0.0, spare_s)
             plans += search.neighbours(plans, budget_s=own_s)
-        ordinary = None if top == 1 else search.ordinary(plans)
         plan = search.choose(plans, left_out, trials, devices=wanted)
+        ordinary = None if top == 1 else search.ordinary(plans)
         return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
 
     free = free_modules(workload)
@@ -258,6 +258,7 @@ class _PlanSearch:
 
     def __init__(self, plans: CandidatePlans) -> None:
         self._plans, self._request = plans, plans.request
+        self._refinement = Refinement(plans)
         self._search_notes: list[str] = []
         self._neighbours: NeighbourReport | None = None
         # What is left of the patience for the solvers' plans.
@@ -329,7 +330,7 @@ class _PlanSearch:
         return plans
 
     def ordinary(self, plans: Sequence[SimulatedPlan]) -> RunnerUp | None:
-        """The best plan that gives every module the same degrees; None where none fits."""
+        """The best plan that gives every module the same degrees, refined; None where none fits."""
         uniform = [item for item in plans if item.solution.solver in UNIFORM]
         if not uniform:
             with suppress(InfeasibleError, NotApplicableError):
@@ -337,7 +338,11 @@ class _PlanSearch:
                 solutions, _ = solutions_of(request, UNIFORM[0], lambda done, total, note: None)
                 first, _ = first_of_each_kind(solutions)
                 uniform = [item for pair in first for item in self._plans.attempt(*pair)]
-        return runner_up(min(uniform, key=merit)) if uniform else None
+        if not uniform:
+            return None
+        firsts = _best_of_each(sorted(uniform, key=merit))
+        refined = self._refinement.run(firsts, all_of_them=False, both=False)
+        return runner_up(min((own.final for own in refined), key=merit))
 
     def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:
         """A plan that fits where those of the solvers do not; nothing where none is found."""
@@ -423,12 +428,9 @@ class _PlanSearch:
     ) -> Plan:
         """The best plan, refined, with its report, on all devices that were asked for."""
         ranked = sorted(plans, key=merit)
-        best_of: dict[int, SimulatedPlan] = {}
-        for item in ranked:
-            best_of.setdefault(id(item.solution), item)
-        firsts = [*best_of.values()]
+        firsts = _best_of_each(ranked)
         both = self._plans.asked.solver == "auto" and self._request.top > 1 and trials is None
-        results = Refinement(self._plans).run(firsts, all_of_them=trials is not None, both=both)
+        results = self._refinement.run(firsts, all_of_them=trials is not None, both=both)
         refined = {id(item): result for item, result in zip(firsts, results, strict=True)}
         finalists = [(refined[id(t)].final if id(t) in refined else t, t) for t in ranked]
         # Of equals, one that a solver found is easier to explain than a change of it.
@@ -531,6 +533,14 @@ def file_reference(document: Document, path: str | Path | None, folder: Path) ->
     if path is None:
         return FileReference(path="", sha256=text_sha256(document_text(document)))
     return FileReference(path=relative_path(path, folder), sha256=file_sha256(path))
+
+
+def _best_of_each(ranked: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """The first plan of each solution."""
+    best_of: dict[int, SimulatedPlan] = {}
+    for item in ranked:
+        best_of.setdefault(id(item.solution), item)
+    return [*best_of.values()]
 
 
 def _none_fits(plans: CandidatePlans, notes: Sequence[str]) -> InfeasibleError | InvalidInputError:

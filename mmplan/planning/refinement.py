@@ -28,7 +28,10 @@ BOTH_WITHIN = 1.05
 # Changes of single units must shorten the step to less than this share; chosen by hand.
 POLISHED_BY = 0.999
 # A step that may lose less than this share gets as much less effort for them; chosen by hand.
-POLISHED_WHOLLY = 0.1
+POLISHED_WHOLLY = 0.06
+# A change that takes more than the effort divided by this is not simulated: a plan of few
+# instructions gets many where its replicas are cut unevenly. Chosen by hand.
+POLISHED_OFTEN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class Refinement:
 
     def __init__(self, plans: CandidatePlans) -> None:
         self._plans, self._request = plans, plans.request
+        # By the identity of the plan that was refined, which callers keep.
+        self._known: dict[int, RefinedPlan] = {}
 
     def run(
         self, plans: Sequence[SimulatedPlan], *, all_of_them: bool, both: bool
@@ -78,6 +83,9 @@ class Refinement:
         found = [RefinedPlan(plain=x, reordered=x, split=x) for x in plans]
         effort_before = self._plans.effort
         for position, first in enumerate(plans):
+            if known := self._known.get(id(first.plan)):
+                found[position] = known
+                continue
             limit_s = math.inf if all_of_them else as_fast_as(x.split for x in found)
             spent = self._plans.effort - effort_before
             if spent and spent + self._plans.instructions_of(first.plan) > INSTRUCTIONS_OF_FIRST:
@@ -90,7 +98,8 @@ class Refinement:
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more
                 split = first
-            found[position] = RefinedPlan(plain=plain, reordered=reordered, split=split)
+            known = RefinedPlan(plain=plain, reordered=reordered, split=split)
+            found[position] = self._known[id(first.plan)] = known
         best = min(found, key=lambda x: step_s(x.split))
         for position, x in enumerate(found) if both else ():
             spent = self._plans.effort - effort_before
@@ -162,16 +171,17 @@ class Refinement:
             return best
         # What its computes take leaves so much to gain.
         share = 1 - least_step_s(best.plan, self._request.costs) / step_s(best)
-        last = self._plans.effort + min(1.0, share / POLISHED_WHOLLY) * INSTRUCTIONS_OF_FIRST
+        effort = min(1.0, share / POLISHED_WHOLLY) * INSTRUCTIONS_OF_FIRST
+        last = self._plans.effort + effort
 
         def better(own: Plan, other: Plan) -> Plan | None:
-            if self._plans.effort < last:
-                with suppress(InvalidInputError):
-                    other = self._plans.simulated(other)
-                    least_s = POLISHED_BY * own.predicted.iteration_s
-                    if other.predicted.iteration_s < least_s and self._plans.fits(other):
-                        return other
-            return None
+            if self._plans.effort >= last:
+                return None
+            limit_s, needed = POLISHED_BY * own.predicted.iteration_s, math.inf
+            with suppress(InvalidInputError):
+                other, needed = self._plans.with_bytes(other, limit_s, effort / POLISHED_OFTEN)
+            simulates = needed <= self._plans.memory_bytes and self._plans.is_compiled(other)
+            return other if simulates and other.predicted.iteration_s < limit_s else None
 
         plan = polished(best.plan, self._request.workload, better)
         return best if plan is best.plan else _as_change(best, plan)

@@ -77,7 +77,7 @@ def _as_gpipe(unit: Unit, pins: Pins) -> Iterator[Unit]:
     """The unit with all forwards of a round first, and with other micro-batches too."""
     kinds: tuple[ScheduleKind, ...] = ("1f1b", "batch-sync")
     if unit.schedule.kind in kinds:
-        schedule = unit.schedule.model_copy(update={"kind": "gpipe"})
+        schedule = unit.schedule.model_copy(update={"kind": "gpipe", "sync_lead": 0})
         for own in (unit, *_next_sizes(unit, pins)):
             yield own.model_copy(update={"schedule": schedule})
 
