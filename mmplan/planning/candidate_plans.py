@@ -39,6 +39,9 @@ INSTRUCTIONS_PER_S = 100_000
 INSTRUCTIONS_PER_PLAN = 1_000
 # Instructions of a plan for each of its computes, about: some are messages.
 INSTRUCTIONS_PER_COMPUTE = 6
+# The same at most for each forward of all replicas. Plans whose replicas are alike take far fewer,
+# since one of them is simulated.
+MOST_PER_FORWARD = 20
 # The first plans of each kind are simulated whatever their formulas say up to so many instructions,
 # small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
 # of devices all are simulated.

@@ -15,6 +15,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning.candidate_plans import (
     INSTRUCTIONS_OF_FIRST,
     INSTRUCTIONS_PER_S,
+    MOST_PER_FORWARD,
     CandidatePlans,
     computes_of,
 )
@@ -300,7 +301,8 @@ class _PlanSearch:
         for position, place in enumerate(by_size):
             solution, candidate = first[place]
             progress(position, total, f"simulated, now {solution.solver}")
-            own_s = limit_s() if self._plans.effort > INSTRUCTIONS_OF_FIRST else math.inf
+            most = self._plans.effort + MOST_PER_FORWARD * computes_of(candidate.units)
+            own_s = limit_s() if most > INSTRUCTIONS_OF_FIRST else math.inf
             if candidate.objective_s <= FORMULA_SLACK * own_s:
                 found = [*self._plans.attempt(solution, candidate, own_s)]
                 plans += found
