@@ -66,7 +66,9 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("case", "train"),
     [
         (CONTRASTIVE, {"clip_grad_norm": 0.5, "compare_replicas": 1}),
+        (TENSOR, {"clip_grad_norm": 0.5, "compare_replicas": 1}),
         pytest.param(PIPELINE, {"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param(TENSOR, {"precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param(
             CONTRASTIVE, {"precision": "bf16", "narrow_gradients": True}, marks=pytest.mark.slow
         ),
@@ -137,11 +139,14 @@ def test_steps_are_those_of_zero_1() -> None:
     assert worst_difference(three.weights, one.weights) < 1e-9
 
 
+@pytest.mark.parametrize("case", [PIPELINE, TENSOR], ids=str)
 @pytest.mark.parametrize(
     "ahead",
     [pytest.param(False, id="in turn", marks=pytest.mark.slow), pytest.param(True, id="ahead")],
 )
-def test_the_rules_of_gpus_are_kept(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rules_of_gpus_are_kept(
+    ahead: bool, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the next block's gather runs beside a compute, as on a GPU."""
     init = GatheredBlocks.__init__
 
@@ -150,7 +155,7 @@ def test_the_rules_of_gpus_are_kept(ahead: bool, monkeypatch: pytest.MonkeyPatch
         self.is_ahead = ahead
 
     monkeypatch.setattr(GatheredBlocks, "__init__", made)
-    plan, workload = under_zero(PIPELINE, 3)
+    plan, workload = under_zero(case, 3)
     world = StrictWorld(plan.devices)
     verdict = verify_in_process(plan, workload, world=world)
     assert world.faults == []
@@ -195,37 +200,48 @@ def test_evaluation_and_checkpoints_are_those_of_zero_0(tmp_path: Path) -> None:
         assert worst_difference(same, weights) < 1e-12
 
 
-@pytest.mark.parametrize("way", ["warm up", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (CONTRASTIVE, "warm up"),
+        pytest.param(CONTRASTIVE, "compile", marks=pytest.mark.slow),
+        pytest.param(TENSOR, "warm up", marks=pytest.mark.slow),
+        pytest.param(TENSOR, "compile", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_steps_are_the_same_behind_a_warm_up_and_compiled(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMLAUNCH_WARM_UP", "1")
     if way == "compile":
         Backend("aot_eager", monkeypatch)
-    plan, workload = under_zero(CONTRASTIVE, 3, compile=way == "compile")
+    plan, workload = under_zero(case, 3, compile=way == "compile")
     held: list[int] = []
 
     def parameters_are_freed(session: Session) -> None:
-        model = [p for _, p in session.model.named_parameters() if p.requires_grad]
-        held.append(sum(p.untyped_storage().nbytes() for p in model if p.dim()))
+        named = session.model.named_parameters()
+        model = [p for name, p in named if p.requires_grad and not name.startswith("losses.")]
+        held.append(sum(p.untyped_storage().nbytes() for p in model))
         assert not any(p.grad is not None for p in model)
 
     warm = train_planned(plan, workload, 2, before=parameters_are_freed)
     assert held == [0] * plan.devices
     monkeypatch.setenv("MMLAUNCH_WARM_UP", "0")
-    cold = train_planned(*under_zero(CONTRASTIVE, 3), 2)
+    cold = train_planned(*under_zero(case, 3), 2)
     assert warm.losses == pytest.approx(cold.losses, rel=1e-12)
     assert worst_difference(warm.weights, cold.weights) < 1e-12
 
 
 @pytest.mark.slow
 def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
-    check_over_gloo([under_zero(PIPELINE, 3)], tmp_path)
+    check_over_gloo([under_zero(PIPELINE, 3), under_zero(TENSOR, 3)], tmp_path)
 
 
 @pytest.mark.slow
-def test_a_step_keeps_the_rules_of_an_accelerator() -> None:
-    verdict = check_on_accelerator(*under_zero(CONTRASTIVE, 3, precision="bf16"), HERE)
+@pytest.mark.parametrize("case", [CONTRASTIVE, TENSOR], ids=str)
+def test_a_step_keeps_the_rules_of_an_accelerator(case: Case) -> None:
+    verdict = check_on_accelerator(*under_zero(case, 3, precision="bf16"), HERE)
     assert (verdict.failure, verdict.faults) == (None, ())
 
 
@@ -317,9 +333,11 @@ def test_a_certificate_that_hides_what_is_gathered_is_refused(
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_a_rank_holds_its_part_and_one_block(precision: str) -> None:
-    blocks, width, dp = 4, 256, 4
-    units, losses = [unit("v", "a", dp=dp, k=3, blocks=blocks)], [loss("regression", "v", "target")]
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_holds_its_part_and_one_block(precision: str, tp: int) -> None:
+    blocks, width, dp = 4, 256, 4 // tp
+    units = [unit("v", "a", dp=dp, tp=tp, k=3, blocks=blocks)]
+    losses = [loss("regression", "v", "target")]
     plan = make_plan(*units, losses=losses, batch=12)
     workload = make_workload(
         units,
@@ -341,9 +359,9 @@ def test_a_rank_holds_its_part_and_one_block(precision: str) -> None:
     )
     counted = costs_of(plan, costs)
     # Between two steps gradients are gone.
-    assert kept == pytest.approx([12 * numbers / dp] * dp, rel=0.05)
+    assert kept == pytest.approx([12 * numbers / dp / tp] * dp * tp, rel=0.05)
     narrow = 2 if precision == "bf16" else 4
     block = numbers / blocks * (narrow + 4)
-    assert counted.static_bytes(0) == pytest.approx(16 * numbers / dp + block)
+    assert counted.static_bytes(0) == pytest.approx((16 * numbers / dp + block) / tp)
     assert max(most) == pytest.approx(counted.static_bytes(0), rel=0.05)
     assert ExpectedMemory(counted).peak(0).gradients == 0

@@ -255,9 +255,9 @@ class LinkCosts:
         """An all-reduce of ``num_bytes`` on each rank."""
         return self._collective("all_reduce", ranks, num_bytes, sharers)
 
-    def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
+    def all_gather(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
         """An all-gather that leaves ``num_bytes`` on each rank."""
-        return self._collective("all_gather", ranks, num_bytes)
+        return self._collective("all_gather", ranks, num_bytes, sharers)
 
     def _collective(
         self,

@@ -152,12 +152,15 @@ class ProgramCosts:
         """
         if not stage.gathers or not stage.trainable:
             return 0.0
-        task, module, ranks = stage.task, stage.module, stage.members
+        # Ranks with one tensor-parallel index gather their shard, beside those with the others.
+        task, module, ranks = stage.task, stage.module, tuple(own[0] for own in stage.holders)
         hidden_s, total_s = 0.0, 0.0
         whole = self.costs.work_share(task=task, module=module, blocks=stage.blocks) or 1.0
         for block in (b for part in stage.trainable for b in range(*part)):
-            size = self._numbers(stage.owner, block) * self.costs.held_bytes
-            gather_s = self.costs.all_gather(ranks=ranks, num_bytes=size).seconds
+            size = self._numbers(stage.owner, block) / stage.shards * self.costs.held_bytes
+            gather_s = self.costs.all_gather(
+                ranks=ranks, num_bytes=size, sharers=stage.shards
+            ).seconds
             total_s += max(0.0, gather_s - hidden_s)
             if not self.costs.cluster.device.is_cpu:
                 own = self.costs.work_share(task=task, module=module, blocks=(block, block + 1))
@@ -464,8 +467,14 @@ class ProgramCosts:
     def _gathered_bytes(self, stage: Stage) -> float:
         if not stage.gathers or not stage.trainable:
             return 0.0
-        return self.costs.gathered_bytes(
-            task=stage.task, module=stage.module, blocks=stage.blocks, trainable=stage.trainable
+        return (
+            self.costs.gathered_bytes(
+                task=stage.task,
+                module=stage.module,
+                blocks=stage.blocks,
+                trainable=stage.trainable,
+            )
+            / stage.shards
         )
 
     def _shard_bytes(self, shard: Shard) -> float:
@@ -480,7 +489,7 @@ class ProgramCosts:
                     zero=self._stage_of[shard[:2]].zero,
                     dp=ranks,
                     in_rounds=in_rounds,
-                    gathers=in_rounds and tp == 1,
+                    gathers=in_rounds,
                 )
                 for first, end, tp, ranks, in_rounds in self._parts_of(shard)
             )

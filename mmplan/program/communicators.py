@@ -98,8 +98,9 @@ def communicators(program: Program) -> list[CommGroup]:
     """Every communicator of a step's collectives, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:
-        met = (stage.meeting(Op.FORWARD, d) for d in range(stage.dp))
-        groups.update(dict.fromkeys(ranks for ranks in met if ranks))
+        # Replicas that gather parameters do so on the communicator of these parameters' sums.
+        of_tensor_parallel = (tuple(sorted(ranks)) for ranks in stage.ranks if stage.tp > 1)
+        groups.update(dict.fromkeys(of_tensor_parallel))
     groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
     gathers: dict[CommGroup, None] = {}
@@ -192,7 +193,11 @@ def _held_blocks(program: Program, rank: int, gathers: Mapping[int, Sequence[Com
         if group is None:
             continue
         begins = [group]
-        if isinstance(item, Sync):
+        if isinstance(item, Compute) and program.stages[item.stage].tp > 1:
+            stage = program.stages[item.stage]
+            # Where the stage gathers parameters, beside the sums of the tensor-parallel group.
+            begins.append((tuple(sorted(stage.ranks[stage.place(rank)[0]])), 0))
+        elif isinstance(item, Sync):
             key = (Op.SYNC_START, item.loss, item.batch)
             if item.op is Op.SYNC_START:
                 begun[key] = [gather for gather in gathers[item.loss] if rank in gather[0]]

@@ -56,10 +56,7 @@ def lower(plan: Plan) -> Graph:
     ]
     graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
     cut = {stage.index for x in graph.reductions for stage, _ in rounds_of(graph, x)}
-    # Of a tensor-parallel stage the gradients alone are cut.
-    graph.stages = [
-        replace(s, gathers=s.index in cut and s.zero > 2 and s.tp == 1) for s in graph.stages
-    ]
+    graph.stages = [replace(s, gathers=s.index in cut and s.zero > 2) for s in graph.stages]
     return graph
 
 

@@ -232,7 +232,7 @@ class _Checker:
         for i, stage in enumerate(self.stages):
             cut = any("rounds" in own and self._adding(k, [i]) for k, own in enumerate(self.sums))
             zero = self.units[stage["unit"]].get("zero", common)
-            gathers = cut and zero == 3 and len(stage["ranks"][0]) == 1
+            gathers = cut and zero == 3
             yield from _unequal(f"stages.{i}.gathers", stage.get("gathers", False), gathers)
         planned = [m for task in self.plan["tasks"].values() for m in task["modules"].items()]
         ties = {(x.get("share") or n, *tie) for n, x in planned for tie in x.get("ties") or ()}

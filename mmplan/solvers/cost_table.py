@@ -229,18 +229,10 @@ class ModuleCosts:
             tp, dp: of the stages.
             in_rounds: whether gradients are summed after each micro-batch.
         """
-        whole = self._costs.bytes_per_parameter(trainable=True)
-
-        def of_each(gathers: bool) -> Floats:
-            if not self._zero:
-                return np.full(np.shape(dp), whole)
-            each, cut = self._costs.shard_bytes(self._zero, in_rounds=in_rounds, gathers=gathers)
-            return np.where(np.equal(dp, 1), whole, each + cut / np.asarray(dp))
-
-        of_trained = of_each(False)
-        if in_rounds:
-            # Of tensor-parallel stages the gradients alone are cut.
-            of_trained = np.where(np.equal(tp, 1), of_each(True), of_trained)
+        of_trained = np.asarray(self._costs.bytes_per_parameter(trainable=True))
+        if self._zero:
+            each, cut = self._costs.shard_bytes(self._zero, in_rounds=in_rounds, gathers=in_rounds)
+            of_trained = np.where(np.equal(dp, 1), of_trained, each + cut / np.asarray(dp))
         of_frozen = self._costs.bytes_per_parameter(trainable=False)
         return (trained * of_trained + frozen * of_frozen) / tp
 

@@ -389,7 +389,7 @@ class LayoutEstimates:
             zero=zero,
             dp=sharers,
             in_rounds=True,
-            gathers=tp == 1 and sharers > 1,
+            gathers=sharers > 1,
         )
         frozen = problem.costs.bytes_per_parameter(trainable=False)
         fixed = (own.trained * trained + own.frozen * frozen) / tp

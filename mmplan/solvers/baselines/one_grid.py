@@ -349,9 +349,9 @@ class OneGrid:
         for module, own in self._modules.items():
             dp = _replicas(own, columns)
             fixed[own.positions] += own.bytes.fixed_bytes(own.tp, dp, in_rounds=in_rounds)
-            if in_rounds and own.tp == 1:
+            if in_rounds:
                 whole = [self.problem.gathered_bytes(module, cut) for cut in own.grid.cuts]
-                fixed[own.positions] += np.array(whole)[:, None] * (dp > 1)
+                fixed[own.positions] += np.array(whole)[:, None] / own.tp * (dp > 1)
         return fixed
 
     def communicators(self, dp: int, inner_dp: int) -> dict[Hashable, frozenset[Hashable]]:

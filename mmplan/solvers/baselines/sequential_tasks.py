@@ -112,8 +112,8 @@ class Ledger:
             stages.trained, stages.frozen, tp=grid.tp, dp=grid.dp, in_rounds=True
         )
         for chunk, (blocks, own) in enumerate(zip(holding.blocks, kept.tolist(), strict=True)):
-            if grid.tp == 1 and grid.dp > 1:
-                own += problem.gathered_bytes(holding.module, blocks)
+            if grid.dp > 1:
+                own += problem.gathered_bytes(holding.module, blocks) / grid.tp
             found_D[[rank for group in grid.stage(chunk) for rank in group]] += own
         return found_D
 
