@@ -84,6 +84,7 @@ CASES: dict[str, tuple[list[UnitSpec], dict[str, Any]]] = {
     "a pipeline": (pair(pp=2, dp=1, kind="1f1b"), {}),
     "the consumer on the same ranks": (pair(same=True), {"zero": 1}),
     "gradients cut": (pair(dp=2, k=2), {"zero": 2}),
+    "weights cut": (pair(dp=1, k=2), {"zero": 3}),
     "recomputed": (pair(), {"recompute": "full"}),
     "split": (pair(dp=1, pp=2, kind="1f1b", split=True), {}),
     "some blocks frozen": (pair(frozen=((0, 1),)), {}),
