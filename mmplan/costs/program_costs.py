@@ -154,14 +154,17 @@ class ProgramCosts:
             return 0.0
         # Ranks with one tensor-parallel index gather their shard, beside those with the others.
         task, module, ranks = stage.task, stage.module, tuple(own[0] for own in stage.holders)
-        hidden_s, total_s = 0.0, 0.0
+        hidden_s, total_s, sharers = 0.0, 0.0, stage.shards
         whole = self.costs.work_share(task=task, module=module, blocks=stage.blocks) or 1.0
-        for block in (b for part in stage.trainable for b in range(*part)):
-            size = self._numbers(stage.owner, block) / stage.shards * self.costs.held_bytes
-            gather_s = self.costs.all_gather(
-                ranks=ranks, num_bytes=size, sharers=stage.shards
-            ).seconds
-            total_s += max(0.0, gather_s - hidden_s)
+        blocks = [b for part in stage.trainable for b in range(*part)]
+        sizes = [self._numbers(stage.owner, b) / sharers * self.costs.held_bytes for b in blocks]
+        # Most blocks are of one size, and a group may have a thousand ranks.
+        gathers = {
+            size: self.costs.all_gather(ranks=ranks, num_bytes=size, sharers=sharers).seconds
+            for size in {*sizes}
+        }
+        for block, size in zip(blocks, sizes, strict=True):
+            total_s += max(0.0, gathers[size] - hidden_s)
             if not self.costs.cluster.device.is_cpu:
                 own = self.costs.work_share(task=task, module=module, blocks=(block, block + 1))
                 hidden_s = compute_s * own / whole

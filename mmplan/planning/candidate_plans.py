@@ -37,6 +37,8 @@ from mmplan.solvers.registry import BASELINES
 INSTRUCTIONS_PER_S = 100_000
 # Instructions that each plan counts beside its own: a small one takes time too.
 INSTRUCTIONS_PER_PLAN = 1_000
+# Ranks of units that are lowered in the time of one instruction.
+RANKS_PER_INSTRUCTION = 2
 # Instructions of a plan for each of its computes, about: some are messages.
 INSTRUCTIONS_PER_COMPUTE = 6
 # The same at most for each forward of all replicas. Plans whose replicas are alike take far fewer,
@@ -172,7 +174,8 @@ class CandidatePlans:
             return plan, peak_bytes(plan.predicted)
         lowered = lower_plan(plan)
         computes = sum(sum(stage.rounds) for stage in lowered.simulated_graph.stages)
-        self.effort += INSTRUCTIONS_PER_PLAN + computes
+        ranks = sum(u.dp * u.pp * u.tp for u in plan.units)
+        self.effort += INSTRUCTIONS_PER_PLAN + computes + ranks // RANKS_PER_INSTRUCTION
         if INSTRUCTIONS_PER_COMPUTE * computes > most:
             return plan, 0.0
         if limit_s < math.inf:

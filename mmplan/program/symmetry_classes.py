@@ -17,12 +17,11 @@ equal rates. By induction over time, components of one class do everything at th
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
 
 from mmplan.program.folding import restricted
 from mmplan.program.lower import lower
@@ -31,7 +30,6 @@ from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
 
-Replica = tuple[int, int]  # unit's position in the plan, d
 Component = tuple[tuple[int, ...], ...]  # per unit, its replicas
 
 
@@ -99,10 +97,9 @@ def lower_plan(plan: Plan, graph: Graph | None = None) -> LoweredPlan:
 def alike_components(plan: Plan, graph: Graph) -> list[list[Component]]:
     """The components of each class, in the plan's order."""
     components = _components(plan, graph)
+    classes = _classes(plan, graph, components, _ranks_of_each(plan, components))
     found: defaultdict[int, list[Component]] = defaultdict(list)
-    for own, component in zip(
-        _classes(plan, graph, components).component_class, components, strict=True
-    ):
+    for own, component in zip(classes.component_class, components, strict=True):
         found[own].append(component)
     return list(found.values())
 
@@ -110,8 +107,9 @@ def alike_components(plan: Plan, graph: Graph) -> list[list[Component]]:
 def find_quotient(plan: Plan, graph: Graph) -> Quotient | None:
     """One component of each class; None where that is the whole plan."""
     components = _components(plan, graph)
+    ranks = _ranks_of_each(plan, components)
     merges_tp = _can_merge_tp(plan, graph)
-    classes = _classes(plan, graph, components)
+    classes = _classes(plan, graph, components, ranks)
     kept: dict[int, int] = {}
     for position, own in enumerate(classes.component_class):
         kept.setdefault(own, position)
@@ -119,7 +117,6 @@ def find_quotient(plan: Plan, graph: Graph) -> Quotient | None:
         return None
     groups = [group for unit in plan.units for _, _, group in unit.grid.groups()]
     first = {rank: group[0] if merges_tp else rank for group in groups for rank in group}
-    ranks = [list(_ranks(plan, component)) for component in components]
     representative: dict[int, int] = {}
     for position, own in enumerate(classes.component_class):
         same = (first[rank] for rank in ranks[kept[own]])
@@ -163,48 +160,51 @@ def _can_merge_tp(plan: Plan, graph: Graph) -> bool:
     return True
 
 
-def _classes(plan: Plan, graph: Graph, components: Sequence[Component]) -> EquivalenceClasses:
+def _classes(
+    plan: Plan, graph: Graph, components: Sequence[Component], ranks: Sequence[Sequence[int]]
+) -> EquivalenceClasses:
     node = plan.cluster.node_of
     collectives = [{node(rank) for rank in r.ranks} for r in graph.reductions]
     collectives += [{node(rank) for rank in loss.ranks} for loss in graph.cross_sample_losses]
     shapes = _Shapes(plan, graph)
     return refine_classes(
-        [shapes.of(component) for component in components],
-        [[node(rank) for rank in _ranks(plan, component)] for component in components],
+        [shapes.of(*pair) for pair in zip(components, ranks, strict=True)],
+        [[node(rank) for rank in own] for own in ranks],
         [nodes for nodes in collectives if len(nodes) > 1],
     )
 
 
 def _components(plan: Plan, graph: Graph) -> list[Component]:
     """The replicas of all units, in connected components."""
-    joined = _DisjointSets()
-    first: dict[int, Replica] = {}
-    for u, unit in enumerate(plan.units):
+    # Replicas are numbered over all units.
+    starts = [0, *itertools.accumulate(unit.dp for unit in plan.units)]
+    joined = _DisjointSets(starts[-1])
+    first: dict[int, int] = {}
+    for start, unit in zip(starts, plan.units, strict=False):
         grid = unit.grid
-        for d in range(unit.dp):
-            for rank in grid.replica(d):
-                joined.join((u, d), first.setdefault(rank, (u, d)))
-    position = {unit.name: u for u, unit in enumerate(plan.units)}
+        for number in range(start, start + unit.dp):
+            for rank in grid.replica(number - start):
+                joined.join(number, first.setdefault(rank, number))
+    start_of = {unit.name: start for start, unit in zip(starts, plan.units, strict=False)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
         if source.unit == target.unit:
             continue
+        one, other = start_of[source.unit], start_of[target.unit]
         if source.microbatches == target.microbatches and source.rounds == target.rounds:
             for d in range(source.dp):
-                joined.join((position[source.unit], d), (position[target.unit], d))
+                joined.join(one + d, other + d)
             continue
         index = RangeIndex(_one_round(source))
         for d2, spans in enumerate(_one_round(target)):
             for d in {d for span in spans for _, d, _ in index.overlapping(span)}:
-                joined.join((position[source.unit], d), (position[target.unit], d2))
-    members: defaultdict[Replica, list[Replica]] = defaultdict(list)
-    for u, unit in enumerate(plan.units):
-        for d in range(unit.dp):
-            members[joined.root((u, d))].append((u, d))
-    return [
-        tuple(tuple(d for v, d in replicas if v == u) for u in range(len(plan.units)))
-        for replicas in members.values()
-    ]
+                joined.join(one + d, other + d2)
+    members: defaultdict[int, list[list[int]]]
+    members = defaultdict(lambda: [[] for _ in plan.units])
+    for u, (start, end) in enumerate(itertools.pairwise(starts)):
+        for number in range(start, end):
+            members[joined.root(number)][u].append(number - start)
+    return [tuple(map(tuple, own)) for own in members.values()]
 
 
 def _one_round(stage: Stage) -> list[tuple[tuple[int, int], ...]]:
@@ -213,19 +213,20 @@ def _one_round(stage: Stage) -> list[tuple[tuple[int, int], ...]]:
 
 
 class _DisjointSets:
-    """Disjoint sets of replicas (union-find)."""
+    """Disjoint sets of numbers from 0 on (union-find)."""
 
-    def __init__(self) -> None:
-        self._parent: dict[Replica, Replica] = {}
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
 
-    def root(self, item: Replica) -> Replica:
-        """The replica that names the set."""
-        while (parent := self._parent.setdefault(item, item)) != item:
-            self._parent[item] = item = self._parent[parent]
+    def root(self, item: int) -> int:
+        """The number that names the set."""
+        parent = self._parent
+        while parent[item] != item:
+            parent[item] = item = parent[parent[item]]
         return item
 
-    def join(self, one: Replica, other: Replica) -> None:
-        """Put two replicas into one set."""
+    def join(self, one: int, other: int) -> None:
+        """Put two numbers into one set."""
         self._parent[self.root(one)] = self.root(other)
 
 
@@ -240,14 +241,14 @@ class _Shapes:
         # Among tasks that do not wait for each other, the earlier sample comes first.
         self._in_turn = set(plan.in_turn) >= set(plan.tasks) or len(plan.tasks) == 1
 
-    def of(self, component: Component) -> object:
+    def of(self, component: Component, ranks: Sequence[int]) -> object:
         """Sizes, order and sync batches of the micro-batches, and ranks by first appearance."""
         sizes = tuple(
             tuple(unit.microbatches[d] for d in replicas)
             for unit, replicas in zip(self._plan.units, component, strict=True)
         )
-        ranks = tuple(by_appearance(_ranks(self._plan, component)))
-        return sizes, self._orders(component), self._syncs(component), ranks
+        syncs = self._syncs(component) if self._sizes else ()
+        return sizes, self._orders(component), syncs, tuple(by_appearance(ranks))
 
     def _orders(self, component: Component) -> object:
         """Each micro-batch's rank by its first sample, within the component.
@@ -260,10 +261,7 @@ class _Shapes:
             starts[stage.task if self._in_turn else ""] += [
                 start for start, _ in stage.microbatches[d][:count]
             ]
-        return tuple(
-            (task, tuple(np.unique(own, return_inverse=True)[1].tolist()))
-            for task, own in starts.items()
-        )
+        return tuple((task, _places(own)) for task, own in starts.items())
 
     def _syncs(self, component: Component) -> object:
         """First and last sync batch of the micro-batches of a round."""
@@ -282,12 +280,24 @@ class _Shapes:
                 yield self._stages[unit.name], d
 
 
-def _ranks(plan: Plan, component: Component) -> Iterator[int]:
-    """Every rank of a component, once for each of its units."""
-    for unit, replicas in zip(plan.units, component, strict=True):
-        grid = unit.grid
-        for d in replicas:
-            yield from grid.replica(d)
+def _places(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The place of each number among the different ones, ascending."""
+    place = {number: i for i, number in enumerate(sorted({*numbers}))}
+    return tuple([place[number] for number in numbers])
+
+
+def _ranks_of_each(plan: Plan, components: Sequence[Component]) -> list[list[int]]:
+    """Every rank of each component, once for each of its units."""
+    grids = [unit.grid for unit in plan.units]
+    return [
+        [
+            rank
+            for grid, replicas in zip(grids, component, strict=True)
+            for d in replicas
+            for rank in grid.replica(d)
+        ]
+        for component in components
+    ]
 
 
 def _restrict(
