@@ -256,6 +256,145 @@ def check_case(plan: Plan, costs: Profile, bound_s: float | None = None) -> None
         check_below(plan, costs, bound_s)
 
 
+# --- few blocks on few devices: what is lost in sums and waits ----------------------
+
+
+def few_blocks(rng: np.random.Generator) -> tuple[Plan, Profile]:
+    """A plan on one device of two to five, with sums and messages as long as computes."""
+    names = "ab"[: int(rng.integers(1, 3))]
+    batch, kinds = int(rng.integers(2, 7)), ("chain", "towers", "tasks")
+    kind = kinds[int(rng.integers(3))]
+    blocks = {name: int(rng.integers(1, 4)) for name in names}
+    own: dict[str, Any] = {
+        "ranks": [[[0]]],
+        "k": 1,
+        "kind": "batch-sync" if kind == "towers" else "1f1b",
+    }
+    units = [
+        unit(
+            name,
+            *([names[i - 1]] if kind == "chain" and i else []),
+            cuts=[(0, blocks[name])],
+            **own,
+        )
+        for i, name in enumerate(names)
+    ]
+    losses = [loss("l", names[-1])] if kind != "towers" else [loss("l", *names, sync_batch=batch)]
+    if kind == "tasks":
+        losses = [loss(f"l{name}", name) for name in names]
+        cuts = [(0, blocks["a"])]
+        other = unit("c", task="other", cuts=cuts, share="a", **own)
+        units.append(other)
+        losses.append(loss("lc", "c", task="other"))
+        blocks["c"] = blocks["a"]
+    devices = int(rng.integers(2, 6))
+    plan = make_plan(*units, losses=losses, batch=batch, devices=devices)
+    costs = profile(
+        {
+            name: module_profile(
+                float(rng.choice([0.2, 1.0, 2.0])),
+                float(rng.choice([0.5, 1.0, 4.0])),
+                fixed_s=float(rng.choice([0.0, 0.3])),
+                blocks=count,
+                parameters=float(rng.choice([0, 4, 40])),
+                output_bytes_per_sample=4.0,
+                boundary_bytes_per_sample=float(rng.integers(1, 9)),
+            )
+            for name, count in blocks.items()
+        },
+        devices,
+        losses={
+            each.name: {
+                "points": [
+                    {"samples": n, "forward_s": n / 16, "backward_s": n / 8} for n in (1, batch)
+                ],
+                "sharded": bool(rng.integers(2)),
+            }
+            for each in losses
+        },
+        intra={"latency_s": float(rng.choice([0.05, 0.3])), "bandwidth_bytes_per_s": 256.0},
+    )
+    device = costs.cluster.device.model_copy(
+        update={
+            "compute_slowdown": float(rng.choice([1.0, 2.0, 5.0])),
+            "type": str(rng.choice(["cpu", "cuda"])),
+        }
+    )
+    cluster = costs.cluster.model_copy(update={"device": device})
+    costs = costs.model_copy(update={"cluster": cluster})
+    return plan.model_copy(update={"cluster": cluster}), costs
+
+
+def moved(plan: Plan, rng: np.random.Generator) -> Plan:
+    """The plan with one unit on other devices, with other samples, or in two."""
+    units = list(plan.units)
+    at = int(rng.integers(len(units)))
+    item = units[at]
+    batch, (first, end) = plan.tasks[item.task].batch, item.blocks[0]
+    dp = int(rng.integers(1, min(plan.devices, batch) + 1))
+    shares = [int(n) for n in rng.multinomial(batch - dp, [1 / dp] * dp) + 1]
+    on = [int(rank) for rank in rng.permutation(plan.devices)[:dp]]
+    if rng.random() < 0.3:
+        dp, shares, on = item.dp, list(item.samples), [replica[0][0] for replica in item.ranks]
+    most = int(rng.integers(1, 4))
+    schedule = item.schedule.model_copy(
+        update={"split_backward": bool(rng.integers(2)), "lead": int(rng.integers(0, 4))}
+    )
+    units[at] = item.model_copy(
+        update={
+            "dp": dp,
+            "ranks": tuple(((rank,),) for rank in on),
+            "samples": tuple(shares),
+            "microbatches": tuple(split_evenly(n, min(most, n)) for n in shares),
+            "schedule": schedule,
+            "zero": int(rng.choice([0, 0, 1, 2, 3])),
+        }
+    )
+    if end - first > 1 and rng.random() < 0.3:
+        middle = int(rng.integers(first + 1, end))
+        name = f"{item.name}.{len(units)}"
+        units[at] = units[at].model_copy(update={"blocks": ((first, middle),)})
+        units.append(item.model_copy(update={"blocks": ((middle, end),), "name": name}))
+    return replanned(plan, tuple(units))
+
+
+def check_few_blocks(seeds: range, moves: int) -> int:
+    """Shorter and shorter plans stay above; the number of cases in which something is lost."""
+    lossy = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        plan, costs = few_blocks(rng)
+        model = CostModel(costs, plan.cluster, plan.training)
+        bound = lower_bound(plan, model)
+        lossy += bound.seconds > max(bound.work_s, bound.path_s) * 1.02
+        best_s = predict(plan, model).iteration_s
+        for _ in range(moves):
+            other = moved(plan, rng)
+            if plan_faults(other):
+                continue
+            try:
+                program = compile_plan(other)
+            except InvalidInputError:
+                continue
+            if check_program(program):
+                continue
+            seconds = predict(other, model).iteration_s
+            assert bound.seconds <= seconds * EXACT, (seed, other.units)
+            if seconds <= best_s * float(rng.choice([1.0, 1.0, 1.05])):
+                plan, best_s = other, seconds
+    return lossy
+
+
+def test_no_plan_of_few_blocks_is_below() -> None:
+    assert check_few_blocks(range(6), moves=30) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_short_plan_of_few_blocks_is_below() -> None:
+    assert check_few_blocks(range(100, 250), moves=300) > 50
+
+
 # --- plans of solvers, and what is near them ----------------------------------------
 
 

@@ -7,7 +7,8 @@ with some tensor-parallel degree and some size, and all these choices together h
 - *path*: a sample goes through its blocks one after another, to a loss and back.
 
 The bound is a weighted mean of the two, least over the choices of each block by itself, with the
-weights for which that is largest. docs/architecture.md has the proof.
+weights for which that is largest. To the work comes what devices lose at least beside their
+computes (:mod:`mmplan.planning.least_overheads`). docs/architecture.md has the proof.
 
 Shape suffixes used in this file: K = blocks of all modules of all tasks; P = pieces of
 their curves.
@@ -27,6 +28,14 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.costs.block_ranges import overlaps
 from mmplan.costs.cost_model import CostModel
+from mmplan.planning.least_overheads import (
+    blocks_of_owners,
+    features_s,
+    is_barrier,
+    is_on_one_node,
+    least_overheads,
+    most_value,
+)
 from mmplan.program.lower import lower
 from mmplan.program.model import CrossSampleLoss, Graph, Stage
 from mmplan.schema.base import ZeroStage
@@ -82,9 +91,9 @@ def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
     """
     blocks = _Blocks(plan, costs)
     work, path = _Weights(0.0, 0.0), _Weights(1.0, 1.0)
-    best = max((blocks.least_s(weights), weights) for weights in (work, path))
+    best = max((blocks.bound_s(weights), weights) for weights in (work, path))
     for halvings in range(_STEP_SIZES):
-        best = _climbed(blocks.least_s, best, 0.25 / 2**halvings)
+        best = _climbed(blocks.bound_s, best, 0.25 / 2**halvings)
     return LowerBound(
         seconds=best[0] * (1 - _ROUNDING),
         work_s=blocks.least_s(work) * (1 - _ROUNDING),
@@ -115,7 +124,10 @@ def above_work(simulation: Simulation, bound: LowerBound) -> dict[str, float]:
 def _climbed(
     value: Callable[[_Weights], float], best: tuple[float, _Weights], step: float
 ) -> tuple[float, _Weights]:
-    """The best weights that steps along one of them lead to; the value is concave in them."""
+    """The best weights that steps along one of them lead to.
+
+    The value is concave in them, but for what devices lose.
+    """
     while True:
         near = [
             best[1]._replace(**{name: min(max(weight + move, 0.0), 1.0)})
@@ -170,30 +182,85 @@ class _Blocks:
         batch_K = np.array([plan.tasks[stage.task].batch for stage in self._stages], np.float64)
         self._share_K = batch_K / plan.devices
         losses = self._graph.cross_sample_losses
-        self._barrier_s = max((self._loss_s(x) for x in losses if self._is_barrier(x)), default=0.0)
+        barriers = [loss for loss in losses if is_barrier(plan, self._graph, loss)]
+        self._barrier_s = max(map(self._loss_s, barriers), default=0.0)
+        self._gather_s = max(map(self._whole_loss_s, barriers), default=0.0) - self._barrier_s
         self._syncs_s = sum(
             sum(costs.loss_s(loss=loss.name, samples=loss.sync_batch)) * loss.divisor
             for loss in losses
         )
         none_K, each_K = np.zeros(len(pieces)), np.ones(len(pieces))
-        forward_K = self._least_of_each(each_K, none_K, none_K, none_K)
-        backward_K = self._least_of_each(none_K, each_K, none_K, none_K)
-        self._path = self._longest_path(forward_K, backward_K)
+        self._forward_K = self._least_of_each(each_K, none_K, none_K, none_K)
+        self._inputs_K = self._least_of_each(none_K, each_K, none_K, none_K)
+        self._path = self._longest_path(self._forward_K, self._inputs_K)
+        self._whole_K = self._least_of_each(none_K, none_K, batch_K, batch_K)
+        self._overheads_N = least_overheads(
+            plan, costs, self._graph, self._forward_K, self._inputs_K
+        )
+        self._owned = [list(of) for of in blocks_of_owners(self._graph).values()]
 
     def least_s(self, weights: _Weights) -> float:
         """The weighted mean of work and path, least over all choices."""
-        forward, path = weights.forward, self._path
-        backward = weights.backward if self._barrier_s else forward
-        blocks_K = self._least_of_each(
+        return float(self._blocks_s(weights).sum()) + self._losses_s(weights)
+
+    def bound_s(self, weights: _Weights) -> float:
+        """The same with what devices lose beside their computes."""
+        blocks_K = self._blocks_s(weights)
+        least_s = float(blocks_K.sum()) + self._losses_s(weights) + self._gather_s
+        return least_s + self._lost_s(weights, blocks_K)
+
+    def _backward(self, weights: _Weights) -> float:
+        """The weight of the path back: that of the path there where nothing parts the step."""
+        return weights.backward if self._barrier_s else weights.forward
+
+    def _blocks_s(self, weights: _Weights) -> Floats:
+        """[K] least of each block."""
+        forward, backward, path = weights.forward, self._backward(weights), self._path
+        return self._least_of_each(
             forward * path.forwards,
             backward * path.backwards,
             (1 - forward) * self._share_K,
             (1 - backward) * self._share_K,
         )
-        losses_s = self._barrier_s or (
-            forward * path.loss_s + (1 - forward) * self._syncs_s / self._plan.devices
+
+    def _losses_s(self, weights: _Weights) -> float:
+        forward = weights.forward
+        return self._barrier_s or (
+            forward * self._path.loss_s + (1 - forward) * self._syncs_s / self._plan.devices
         )
-        return float(blocks_K.sum()) + losses_s
+
+    def _lost_s(self, weights: _Weights, blocks_K: Floats) -> float:
+        """What comes to the mean for the seconds that devices lose.
+
+        Args:
+            weights: of the mean.
+            blocks_K: least of each block at these weights.
+        """
+        if self._overheads_N is None:
+            return 0.0
+        devices = self._plan.devices
+        backward = self._backward(weights)
+        share = (1 - max(weights.forward, backward)) / devices
+        shared_N = share * self._overheads_N
+        least_s = float(blocks_K.sum())
+        # In a step that takes this long there is nothing to show. In a shorter one no device is
+        # alone with more work than that.
+        room_s = least_s + float(shared_N[devices])
+        path_K = (
+            weights.forward * self._path.forwards * self._forward_K
+            + backward * self._path.backwards * self._inputs_K
+        )
+        seconds = [float(self._whole_K[of].sum()) for of in self._owned]
+        values = [float((blocks_K - path_K)[of].sum()) for of in self._owned]
+        of_one = most_value(values, seconds, room_s)
+        of_all = sum(v for v, s in zip(values, seconds, strict=True) if s <= room_s * 1.001)
+        # Of so many devices that are alone, a part of all time is theirs, less what their blocks
+        # count in the mean.
+        return min(
+            float(shared_N[devices - alone])
+            + max(0.0, alone * share * least_s - min(alone * of_one, of_all))
+            for alone in range(devices + 1)
+        )
 
     def _least_of_each(
         self, f_K: Floats, i_K: Floats, work_f_K: Floats, work_b_K: Floats
@@ -312,20 +379,21 @@ class _Blocks:
 
     # --- all blocks together ---------------------------------------------------------
 
-    def _is_barrier(self, loss: CrossSampleLoss) -> bool:
-        """Whether all forwards come before a loss, and all backwards after it."""
-        if len(self._plan.tasks) > 1 or loss.divisor > 1 or any(s.hosted for s in self._stages):
-            return False
-        before = set(loss.stages)
-        for edge in sorted(self._graph.edges, key=lambda edge: -edge.consumer):
-            if edge.consumer in before:
-                before.add(edge.producer)
-        return len(before) == len(self._stages)
-
     def _loss_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of one sync batch, however many devices share it."""
         return sum(
             self._costs.loss_s(loss=loss.name, samples=loss.sync_batch, shards=self._plan.devices)
+        )
+
+    def _whole_loss_s(self, loss: CrossSampleLoss) -> float:
+        """Least seconds of one sync batch with the exchange of its features."""
+        if not is_on_one_node(self._plan, self._costs):
+            return self._loss_s(loss)
+        sharing = range(1, self._plan.devices + 1)
+        return min(
+            sum(self._costs.loss_s(loss=loss.name, samples=loss.sync_batch, shards=ranks))
+            + features_s(self._costs, loss, ranks)
+            for ranks in sharing
         )
 
     def _longest_path(self, forward_K: Floats, backward_K: Floats) -> _Path:
