@@ -60,7 +60,7 @@ def fixed_bytes(
     trained = _trained(problem, module, blocks)
     frozen = costs.parameters(task=task, module=module, blocks=blocks) - trained
     # Of tensor-parallel stages the gradients alone are cut.
-    gathers = in_rounds and tp == 1 and dp > 1
+    gathers = in_rounds and dp > 1
     each = costs.bytes_per_parameter(
         trainable=True,
         zero=problem.zero_of(module),

@@ -354,8 +354,8 @@ class Oracle:
 
     def parameter_bytes(self, problem: Problem, module: str, tp: int, dp: int) -> float:
         own = self.whole(problem, module)
-        gathered = problem.gathered_bytes(*own) if tp == 1 and dp > 1 else 0.0
-        return fixed_bytes(problem, *own, tp, dp, in_rounds=True) + gathered
+        gathered = problem.gathered_bytes(*own) if dp > 1 else 0.0
+        return fixed_bytes(problem, *own, tp, dp, in_rounds=True) + gathered / tp
 
     def reduce_s(self, chosen: Sequence[tuple[int, int, int]]) -> float:
         """Each module's longest reduction, one after another on the first device."""

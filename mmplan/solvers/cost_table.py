@@ -229,7 +229,7 @@ class ModuleCosts:
             tp, dp: of the stages.
             in_rounds: whether gradients are summed after each micro-batch.
         """
-        of_trained = np.asarray(self._costs.bytes_per_parameter(trainable=True))
+        of_trained = np.full(np.shape(dp), self._costs.bytes_per_parameter(trainable=True))
         if self._zero:
             each, cut = self._costs.shard_bytes(self._zero, in_rounds=in_rounds, gathers=in_rounds)
             of_trained = np.where(np.equal(dp, 1), of_trained, each + cut / np.asarray(dp))
