@@ -196,8 +196,8 @@ class _Faster(CostModel):
     def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
         return super().gather_shares_s(ranks=ranks, num_bytes=num_bytes) * self._factor(MESSAGES)
 
-    def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
-        transfer = super().all_gather(ranks=ranks, num_bytes=num_bytes)
+    def all_gather(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
+        transfer = super().all_gather(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
         return transfer.times(self._factor(LOSSES))
 
     def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
