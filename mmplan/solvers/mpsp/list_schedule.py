@@ -24,8 +24,9 @@ from mmplan.solvers.mpsp.instance import Instance, backward_ratio
 _SAME_INSTANT = 1e-12
 # Cost of one more segment as a share of the time, to break ties. Chosen by hand.
 _SEGMENT_COST = 1e-5
-# Weight of the device-seconds in the guide: devices that are spared may move the end later.
-_AREA_WEIGHT = 0.2
+# Weight of ScheduleTimes.packed_s in the guide: spared devices, and work done earlier, may move the
+# end later. Chosen by hand.
+_PACKED_WEIGHT = 0.5
 
 
 class ChainSegment(NamedTuple):
@@ -60,6 +61,28 @@ class ChainSchedule:
     strict: bool = False
 
 
+class TimedSegment(NamedTuple):
+    """A segment as the hot loop of the search wants it.
+
+    Attributes:
+        priority: of the segment.
+        m: its chain.
+        devices: on which it runs.
+        seconds: of the segment, with the wait for its input.
+        rest_s: least seconds from its end to the end of all that follows.
+        then: the next segment of the chain.
+        area: device-seconds of this segment and of those after it in the chain.
+    """
+
+    priority: float
+    m: int
+    devices: int
+    seconds: float
+    rest_s: float
+    then: TimedSegment | None
+    area: float
+
+
 class Decoder:
     """List scheduling of one phase.
 
@@ -87,95 +110,107 @@ class Decoder:
         ]
         self._devices = devices
         self._num_before = [len(set(own)) for own in after]
+        self._first = [m for m, count in enumerate(self._num_before) if not count]
         self._then = then
-        # Least seconds from each block to the end of all chains that follow.
-        self._rest_s: list[list[float]] = [[] for _ in tables]
+        # Least seconds from the end of each chain to the end of all that follow.
+        self._rest_s = [0.0] * len(tables)
         ascends = all(other < m for m, own in enumerate(after) for other in own)
         for m in reversed(range(len(tables))) if ascends else range(len(tables)):
-            rest = max((self._rest_s[other][0] for other in then[m]), default=0.0)
-            fastest = tables[m].min(axis=0)[::-1]
-            self._rest_s[m] = (rest + np.append(0.0, np.cumsum(fastest)))[::-1].tolist()
+            rest_s = self._rest_s[m] + float(tables[m].min(axis=0).sum())
+            for other in after[m]:
+                self._rest_s[other] = max(self._rest_s[other], rest_s)
 
     def seconds(self, m: int, segment: ChainSegment) -> float:
         """Time of a segment, with the wait for its input."""
         until_s = self._until_s[m][segment.k]
         return until_s[segment.end] - until_s[segment.first] + self._cuts_s[m][segment.first]
 
+    def timed(self, m: int, own: Sequence[ChainSegment]) -> TimedSegment:
+        """The first of a chain's segments."""
+        counts, until_s, cuts_s = self._counts[m], self._until_s[m], self._cuts_s[m]
+        rest_s, timed, area = self._rest_s[m], None, 0.0
+        for k, first, end, priority in reversed(own):
+            row, count = until_s[k], counts[k]
+            seconds = row[end] - row[first] + cuts_s[first]
+            area += count * seconds
+            timed = TimedSegment(priority, m, count, seconds, rest_s, timed, area)
+            rest_s += seconds
+        assert timed is not None
+        return timed
+
     def run(
-        self, schedule: ChainSchedule, limit_s: float = math.inf
-    ) -> tuple[float, list[list[float]]]:
+        self, heads: Sequence[TimedSegment], strict: bool, limit_s: float = math.inf
+    ) -> tuple[float, float, list[list[float]]]:
         """Decode a schedule. This is the hot loop of the search: locals, no calls.
 
         Args:
+            heads: the first segment of each chain.
+            strict: see :class:`ChainSchedule`.
             limit_s: decoding is given up once the end must be later than this.
 
         Returns:
-            Seconds until the last segment ends, infinite where decoding was given up, and the
-            start of each segment.
+            Seconds until the last segment ends, infinite where decoding was given up; the sum of
+            each segment's device-seconds times its start and end; and the start of each segment.
         """
-        segments, strict = schedule.segments, schedule.strict
-        counts, all_until_s, then, rest_s = self._counts, self._until_s, self._then, self._rest_s
-        cuts_s = self._cuts_s
-        starts: list[list[float]] = [[] for _ in segments]
-        num_before = list(self._num_before)
-        ready = sorted((own[0].priority, m) for m, own in enumerate(segments) if not num_before[m])
-        running: list[tuple[float, int, int]] = []
+        then = self._then
+        starts: list[list[float]] = [[] for _ in heads]
+        num_before = self._num_before.copy()
+        ready = sorted([heads[m] for m in self._first])
+        running: list[tuple[float, int, TimedSegment]] = []
         # With fewer free devices than ``least`` no segment that waits can start.
-        free, now, least = self._devices, 0.0, 1
+        free, now, least, moment = self._devices, 0.0, 1, 0.0
         while True:
             if free >= least:
-                left: list[tuple[float, int]] = []
+                left: list[TimedSegment] = []
                 least = free + 1
-                for position, item in enumerate(ready):
-                    m = item[1]
-                    own = starts[m]
-                    k, first, end, _ = segments[m][len(own)]
-                    count = counts[m][k]
+                for position, one in enumerate(ready):
+                    _, m, count, seconds, rest_s, _, _ = one
                     if count > free:
-                        left.append(item)
+                        if strict:
+                            left, least = ready[position:], count
+                            break
+                        left.append(one)
                         if count < least or len(left) == 1:
                             least = count
-                        if strict:
-                            left += ready[position + 1 :]
-                            break
                         continue
                     free -= count
-                    own.append(now)
-                    until_s = all_until_s[m][k]
-                    end_s = now + until_s[end] - until_s[first] + cuts_s[m][first]
-                    if end_s + rest_s[m][end] > limit_s:
-                        return math.inf, starts
-                    heappush(running, (end_s, m, count))
+                    starts[m].append(now)
+                    end_s = now + seconds
+                    moment += count * seconds * (now + end_s)
+                    if end_s + rest_s > limit_s:
+                        return math.inf, moment, starts
+                    heappush(running, (end_s, m, one))
                 ready = left
             if not running:
-                return now, starts
-            now, m, count = heappop(running)
-            instant_s, ended = now * (1 + _SAME_INSTANT), [m]
-            free += count
+                return now, moment, starts
+            instant_s = running[0][0] * (1 + _SAME_INSTANT)
             while running and running[0][0] <= instant_s:
-                now, m, count = heappop(running)
+                now, m, (_, _, count, _, _, following, _) = heappop(running)
                 instant_s = now * (1 + _SAME_INSTANT)
-                ended.append(m)
                 free += count
-            for m in ended:
-                done = len(starts[m])
-                if done < len(segments[m]):
-                    insort(ready, (segments[m][done].priority, m))
+                if following is not None:
+                    insort(ready, following)
                     least = 1
                     continue
                 for other in then[m]:
                     num_before[other] -= 1
                     if not num_before[other]:
-                        insort(ready, (segments[other][0].priority, other))
+                        insort(ready, heads[other])
                         least = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTimes:
-    """Seconds of both phases of a schedule, and the start of each segment's forward."""
+    """Seconds of both phases of a schedule, and the start of each segment's forward.
+
+    Attributes:
+        packed_s: of forwards without idle devices whose device-seconds times the instants at which
+            they are spent add up to the same. It falls with less work, and with work done earlier.
+    """
 
     forward_s: float
     backward_s: float
+    packed_s: float
     starts: list[list[float]]
 
     @property
@@ -188,7 +223,8 @@ class Evaluator:
     """Times both phases of schedules; one phase is decoded where the two are in proportion.
 
     Attributes:
-        decoded: segments started in all schedules so far; mirrored ones count twice.
+        decoded: segments started in all schedules so far; mirrored ones, which must be made first,
+            count 3 times.
     """
 
     def __init__(self, instance: Instance) -> None:
@@ -207,66 +243,108 @@ class Evaluator:
         # The cut before block b of L is before block L - b in the mirror image.
         mirrored = [np.append(0.0, own[:0:-1]) for own in cuts_s]
         self._backward = Decoder(counts, backward, then, after, mirrored, instance.devices)
-        # Device-seconds of the forward of all blocks before each one, on each count.
-        self._areas: list[list[list[float]]] = [
-            [
-                [0.0, *(n * np.cumsum(row)).tolist()]
-                for n, row in zip(c.counts, c.forward_s, strict=True)
-            ]
-            for c in chains
-        ]
 
-    def run(self, schedule: ChainSchedule, limit_s: float = math.inf) -> ScheduleTimes:
-        """Times of both phases; infinite where the forward ends later than ``limit_s``."""
-        forward_s, starts = self._forward.run(schedule, limit_s)
+    def timed(self, m: int, own: Sequence[ChainSegment]) -> TimedSegment:
+        """The first of a chain's segments, with the times of the forward."""
+        return self._forward.timed(m, own)
+
+    def heads(self, schedule: ChainSchedule) -> list[TimedSegment]:
+        """The first segment of each chain."""
+        return [self._forward.timed(m, own) for m, own in enumerate(schedule.segments)]
+
+    def run(
+        self,
+        schedule: ChainSchedule,
+        limit_s: float = math.inf,
+        heads: Sequence[TimedSegment] | None = None,
+    ) -> ScheduleTimes:
+        """Times of both phases; infinite where the forward ends later than ``limit_s``.
+
+        Args:
+            heads: the first segment of each chain; None where they must be made first.
+        """
+        if heads is None:
+            heads = self.heads(schedule)
+        forward_s, moment, starts = self._forward.run(heads, schedule.strict, limit_s)
         self.decoded += sum(map(len, starts))
         if forward_s == math.inf:
             backward_s = forward_s
         elif self._ratio is not None:
             backward_s = self._ratio * forward_s
         else:
-            backward_s, _ = self._backward.run(self._mirrored(schedule, starts))
-            self.decoded += 2 * sum(map(len, starts))
-        return ScheduleTimes(forward_s=forward_s, backward_s=backward_s, starts=starts)
-
-    def area(self, m: int, own: Sequence[ChainSegment]) -> float:
-        """Device-seconds of a chain's forward."""
-        rows = self._areas[m]
-        return sum(rows[k][end] - rows[k][first] for k, first, end, _ in own)
+            mirrored = enumerate(self._mirrored(schedule, starts))
+            backward = [self._backward.timed(m, own) for m, own in mirrored]
+            backward_s, _, _ = self._backward.run(backward, schedule.strict)
+            self.decoded += 3 * sum(map(len, starts))
+        return ScheduleTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            packed_s=math.sqrt(moment / self.instance.devices),
+            starts=starts,
+        )
 
     def cost(
-        self, schedule: ChainSchedule, area: float, max_guide_s: float = math.inf
+        self,
+        schedule: ChainSchedule,
+        heads: Sequence[TimedSegment],
+        max_guide_s: float = math.inf,
     ) -> tuple[float, float, list[list[float]]]:
         """The cost of a schedule, the guide that a search minimizes, and the forward's starts.
 
         Args:
-            area: device-seconds of all chains' forwards.
+            heads: the first segment of each chain, from :meth:`timed`.
             max_guide_s: a guide above this may be returned as infinite.
         """
         segments_factor = 1 + _SEGMENT_COST * sum(map(len, schedule.segments))
-        area_s = _AREA_WEIGHT * area / self.instance.devices
+        # The forwards are not packed into less than this.
+        area_s = sum([one.area for one in heads]) / self.instance.devices
         limit_s = max_guide_s / segments_factor
         if self._ratio is not None:
-            limit_s = limit_s / (1 + self._ratio) - area_s
-        times = self.run(schedule, limit_s)
+            limit_s = limit_s / (1 + self._ratio) - _PACKED_WEIGHT * area_s
+        times = self.run(schedule, limit_s, heads)
         if times.forward_s == math.inf:
             return math.inf, math.inf, times.starts
         cost_s = times.total_s * segments_factor
-        return cost_s, cost_s * (1 + area_s / times.forward_s), times.starts
+        return (
+            cost_s,
+            cost_s * (1 + _PACKED_WEIGHT * times.packed_s / times.forward_s),
+            times.starts,
+        )
 
-    def lateness(self, schedule: ChainSchedule, starts: Sequence[Sequence[float]]) -> list[float]:
+    def lateness(
+        self, heads: Sequence[TimedSegment], starts: Sequence[Sequence[float]]
+    ) -> list[float]:
         """For each chain the latest end on a path from it, less the waits on that path."""
-        ends = [
-            own[-1] + self._forward.seconds(m, schedule.segments[m][-1])
-            for m, own in enumerate(starts)
-        ]
+        ends: list[float] = []
+        for one, own in zip(heads, starts, strict=True):
+            while one.then is not None:
+                one = one.then
+            ends.append(own[-1] + one.seconds)
         late = list(ends)
         for m in reversed(range(len(ends))):
             for other in self.instance.chains[m].after:
                 late[other] = max(late[other], late[m] - (starts[m][0] - ends[other]))
         return late
 
-    def _mirrored(self, schedule: ChainSchedule, starts: list[list[float]]) -> ChainSchedule:
+    def started_before(
+        self, schedule: ChainSchedule, starts: Sequence[Sequence[float]], m: int, i: int
+    ) -> list[float]:
+        """Better priorities than a segment's, of segments that started while it waited."""
+        segments, seconds = schedule.segments, self._forward.seconds
+        before = [(m, i - 1)] if i else [(j, -1) for j in self.instance.chains[m].after]
+        ready_s = max([starts[j][n] + seconds(j, segments[j][n]) for j, n in before], default=0.0)
+        start_s, priority = starts[m][i], segments[m][i].priority
+        if start_s <= ready_s * (1 + _SAME_INSTANT):
+            return []
+        ready_s *= 1 - _SAME_INSTANT
+        return [
+            segment.priority
+            for own, own_starts in zip(segments, starts, strict=True)
+            for segment, other_s in zip(own, own_starts, strict=True)
+            if ready_s <= other_s <= start_s and segment.priority < priority
+        ]
+
+    def _mirrored(self, schedule: ChainSchedule, starts: list[list[float]]) -> ChainSegments:
         mirrored: ChainSegments = []
         for m, own in enumerate(schedule.segments):
             blocks = self.instance.chains[m].blocks
@@ -281,4 +359,4 @@ class Evaluator:
                     for s, start in zip(own, starts[m], strict=True)
                 ][::-1]
             )
-        return ChainSchedule(mirrored, schedule.strict)
+        return mirrored

@@ -6,11 +6,18 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmplan.solvers.mpsp.bounds import curve, dag_bound, level_bound
 from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, portfolio
 from mmplan.solvers.mpsp.instance import Instance
-from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
+from mmplan.solvers.mpsp.list_schedule import (
+    ChainSchedule,
+    ChainSegment,
+    ChainSegments,
+    Evaluator,
+    TimedSegment,
+)
 from mmplan.solvers.search_budget import SearchBudget
 
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
@@ -18,12 +25,14 @@ from mmplan.solvers.search_budget import SearchBudget
 # Share of the budget for bi-point schedules.
 _PORTFOLIO_SHARE = 0.1
 # Share of the budget for fluid schedules.
-_FLUID_SHARE = 0.3
-# Share of what the initial schedules leave for annealing the best of them: annealing it twice
-# finds shorter ones than annealing it once.
-_TRIAL_SHARE = 0.1
-# The same for the best schedule without cuts. The best schedule of all has what remains.
+_FLUID_SHARE = 0.2
+# They are searched for anew so often: each search gets stuck elsewhere.
+_FLUID_SEARCHES = 3
+# Share of what the initial schedules leave for annealing the best schedule without cuts.
 _UNCUT_SHARE = 0.1
+# The same for each round of trials: the best schedule of each search is annealed for an equal part
+# of it, and the better half for the next round. The best schedule of all has what remains.
+_TRIAL_SHARE = 0.2
 # Schedules from which schedules without cuts are made.
 _UNCUT_SOURCES = 40
 # Factors of the times that chains should take in bi-point schedules.
@@ -40,13 +49,16 @@ _GOOD_ENOUGH = 1.0005
 _CHANGE_STRICT = 0.02
 # Probability of one move at a time; otherwise two.
 _ONE_MOVE = 0.7
-# With at least so many counts a chain's count changes by a normal step, else by 1 or 2 positions.
+# With at least so many counts a chain's count changes by a normal step, else by one of these.
 _MANY_COUNTS = 20
+_STEPS = (-2, -1, -1, 1, 1, 2)
+# Blocks by which a cut moves.
+_CUT_STEPS = (-3, -2, -1, -1, 1, 1, 2, 3)
 # Segments of a chain at most: cuts move activations.
 _MAX_SEGMENTS = 4
 # Seconds of a quiet core. A segment decoded, and a move of the annealing beside that.
-_SEGMENT_S = 1.2e-6
-_MOVE_S = 1.2e-5
+_SEGMENT_S = 1.0e-6
+_MOVE_S = 9e-6
 # An initial schedule, for each chain and each of its counts.
 _CHAIN_S = 6e-6
 _COUNT_S = 2.5e-7
@@ -113,19 +125,28 @@ def _search(
     # Each kind has its share of the budget, and at least one schedule.
     own = budget.part(all_s * _PORTFOLIO_SHARE)
     pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), own)]
-    own = budget.part(all_s * _FLUID_SHARE)
-    pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), own))
+    scheduler = FluidScheduler(instance, targets[-1], rng)
+    for _ in range(_FLUID_SEARCHES):
+        own = budget.part(all_s * _FLUID_SHARE / _FLUID_SEARCHES)
+        pools.append(_fluid_schedules(evaluator, scheduler, own))
     every = sorted((rated for own in pools for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
-    named = zip(("bi-point slices", "fluid slices"), pools, strict=True)
-    starts = {label: min(own, key=_cost) for label, own in named}
-    starts["one slice for each MetaOp, not annealed"] = uncut
+    firsts = sorted((min(own, key=_cost) for own in pools), key=_cost)
+    starts = {
+        "bi-point slices": min(pools[0], key=_cost),
+        "fluid slices": min((min(own, key=_cost) for own in pools[1:]), key=_cost),
+        "one slice for each MetaOp, not annealed": uncut,
+    }
     left_s = budget.left_s
     annealing = _Annealing(evaluator, rng, bound_s)
-    first = min(starts.values(), key=_cost)
-    trial = annealing.run(first, budget.part(left_s * _TRIAL_SHARE), _MOVES)
     uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
-    best = annealing.run(min(trial, uncut, key=_cost), budget, _MOVES)
+    firsts = sorted([*firsts, uncut], key=_cost)
+    while len(firsts) > 1:
+        part_s = left_s * _TRIAL_SHARE / len(firsts)
+        firsts = sorted([annealing.run(x, budget.part(part_s), _MOVES) for x in firsts], key=_cost)
+        firsts = firsts[: len(firsts) // 2]
+    trial = firsts[0]
+    best = annealing.run(trial, budget, _MOVES)
     found = {
         "the best schedule of slices": best,
         "one slice for each MetaOp": uncut,
@@ -137,18 +158,18 @@ def _search(
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """A schedule, its cost (:meth:`Evaluator.cost`), and each chain's device-seconds."""
+    """A schedule, its cost (:meth:`Evaluator.cost`), and each chain's first segment."""
 
     schedule: ChainSchedule
     cost_s: float
     guide_s: float
     starts: list[list[float]]
-    areas: list[float]
+    heads: list[TimedSegment]
 
     @classmethod
     def of(cls, evaluator: Evaluator, schedule: ChainSchedule) -> _Rated:
-        areas = [evaluator.area(m, own) for m, own in enumerate(schedule.segments)]
-        return cls(schedule, *evaluator.cost(schedule, sum(areas)), areas)
+        heads = evaluator.heads(schedule)
+        return cls(schedule, *evaluator.cost(schedule, heads), heads)
 
 
 def _cost(rated: _Rated) -> float:
@@ -202,25 +223,26 @@ def _without_cuts(pool: Sequence[_Rated]) -> Iterator[ChainSchedule]:
         yield ChainSchedule(segments, rated.schedule.strict)
 
 
-@dataclass(frozen=True, slots=True)
-class _MoveTarget:
+class _SegmentPlace(NamedTuple):
     """Where a move applies.
 
     Attributes:
-        own: a chain's segments, which the move changes in place.
+        own: the segments of chain m, which the move changes in place.
         i: the segment drawn.
         num_counts: of the chain.
-        priorities: the least and the largest priority of the first schedule.
+        rated: the schedule before all moves.
     """
 
     own: list[ChainSegment]
+    m: int
     i: int
     num_counts: int
-    priorities: tuple[float, float]
+    rated: _Rated
+    evaluator: Evaluator
     rng: random.Random
 
 
-_Move = Callable[[_MoveTarget], bool]
+_Move = Callable[[_SegmentPlace], bool]
 """Returns False where the move is not possible."""
 
 
@@ -231,25 +253,24 @@ class _Annealing:
         self._evaluator = evaluator
         self._rng = rng
         self._bound_s = bound_s
+        self._num_counts = [len(chain.counts) for chain in evaluator.instance.chains]
 
-    def run(self, start: _Rated, budget: SearchBudget, weights: dict[_Move, int]) -> _Rated:
+    def run(self, start: _Rated, budget: SearchBudget, moves: Sequence[_Move]) -> _Rated:
         """The best schedule seen within the budget.
 
         Args:
-            weights: how often each move is drawn, in proportion.
+            moves: each is drawn as often as it stands there.
         """
         best, current, idle, rng = start, start, 0, self._rng
-        every = [s.priority for own in start.schedule.segments for s in own]
-        priorities = min(every), max(every)
         lateness = self._evaluator.lateness
-        late = lateness(start.schedule, start.starts)
+        late = lateness(start.heads, start.starts)
         evaluator, all_s = self._evaluator, budget.left_s
         while (left_s := budget.left_s) > 0:
             if best.cost_s <= self._bound_s * _GOOD_ENOUGH:
                 break
-            moved, before = self._moved(current, weights, priorities, late), evaluator.decoded
+            moved, before = self._moved(current, moves, late), evaluator.decoded
             if moved is None:
-                budget.spend(_MOVE_S / 2)
+                budget.spend(_MOVE_S / 4)
                 continue
             temperature_s = _HOT * (_COLD / _HOT) ** (1 - left_s / all_s) * best.guide_s
             # Metropolis' rule, its random number drawn before the schedule is decoded: decoding
@@ -258,31 +279,30 @@ class _Annealing:
             budget.spend(_MOVE_S + _SEGMENT_S * (evaluator.decoded - before))
             idle += 1
             if rated is not None:
-                current, late = rated, lateness(rated.schedule, rated.starts)
+                current, late = rated, lateness(rated.heads, rated.starts)
                 if rated.cost_s < best.cost_s:
                     best, idle = rated, 0
             if idle > _PATIENCE:
-                current, late, idle = best, lateness(best.schedule, best.starts), 0
+                current, late, idle = best, lateness(best.heads, best.starts), 0
         return best
 
     def _accepted(
         self, current: _Rated, schedule: ChainSchedule, chains: Sequence[int], worse_s: float
     ) -> _Rated | None:
         """A schedule that differs in some chains; None where it is worse by more than that."""
-        areas = list(current.areas)
+        heads = list(current.heads)
         for m in chains:
-            areas[m] = self._evaluator.area(m, schedule.segments[m])
+            heads[m] = self._evaluator.timed(m, schedule.segments[m])
         max_guide_s = current.guide_s + worse_s
-        cost_s, guide_s, starts = self._evaluator.cost(schedule, sum(areas), max_guide_s)
+        cost_s, guide_s, starts = self._evaluator.cost(schedule, heads, max_guide_s)
         if guide_s > max_guide_s:
             return None
-        return _Rated(schedule, cost_s, guide_s, starts, areas)
+        return _Rated(schedule, cost_s, guide_s, starts, heads)
 
     def _moved(
         self,
         rated: _Rated,
-        weights: dict[_Move, int],
-        priorities: tuple[float, float],
+        moves: Sequence[_Move],
         late: Sequence[float],
     ) -> tuple[ChainSchedule, list[int]] | None:
         """The schedule after one move or two, and the chains that it changed.
@@ -290,58 +310,67 @@ class _Annealing:
         None where a move is not possible.
         """
         rng, strict = self._rng, rated.schedule.strict
-        if rng.random() < _CHANGE_STRICT:
+        # Scaling random() is much faster than randrange() and choice().
+        draw = rng.random
+        if draw() < _CHANGE_STRICT:
             strict = not strict
         # The segments of chains that do not change are shared by both schedules.
         segments = list(rated.schedule.segments)
         changed: list[int] = []
-        for _ in range(1 if rng.random() < _ONE_MOVE else 2):
-            drawn = [rng.randrange(len(segments)) for _ in range(rng.choice((1, 4)))]
-            m = max(drawn, key=late.__getitem__)
-            i = rng.randrange(len(segments[m]))
-            num_counts = len(self._evaluator.instance.chains[m].counts)
-            move = rng.choices(list(weights), weights=list(weights.values()))[0]
-            segments[m] = list(segments[m])
-            if not move(_MoveTarget(segments[m], i, num_counts, priorities, rng)):
+        for _ in range(1 if draw() < _ONE_MOVE else 2):
+            m = int(draw() * len(segments))
+            if draw() < 0.5:
+                for _ in range(3):
+                    other = int(draw() * len(segments))
+                    if late[other] > late[m]:
+                        m = other
+            own = segments[m] = list(segments[m])
+            move = moves[int(draw() * len(moves))]
+            i = int(draw() * len(own))
+            at = _SegmentPlace(own, m, i, self._num_counts[m], rated, self._evaluator, rng)
+            if not move(at):
                 return None
             changed.append(m)
         return ChainSchedule(segments, strict), changed
 
 
-def _change_count(at: _MoveTarget) -> bool:
+def _change_count(at: _SegmentPlace) -> bool:
     """Another count for a segment, mostly a neighbouring one."""
     one = at.own[at.i]
-    if at.num_counts < _MANY_COUNTS:
-        k = one.k + at.rng.choice((-2, -1, -1, 1, 1, 2))
-    else:
-        k = one.k + round(at.rng.gauss(0, at.num_counts / 16))
+    k = one.k + _step(at)
     if k == one.k or not 0 <= k < at.num_counts:
         return False
-    at.own[at.i] = one._replace(k=k)
+    at.own[at.i] = ChainSegment(k, one.first, one.end, one.priority)
     return True
 
 
-def _move_cut(at: _MoveTarget) -> bool:
+def _step(at: _SegmentPlace) -> int:
+    """A change of a count's position."""
+    if at.num_counts < _MANY_COUNTS:
+        return _STEPS[int(at.rng.random() * len(_STEPS))]
+    return round(at.rng.gauss(0, at.num_counts / 16))
+
+
+def _move_cut(at: _SegmentPlace) -> bool:
     """Some blocks go over to the next segment, or come from it."""
     own, i = at.own, at.i
-    if i + 1 >= len(own):
+    if i + 1 == len(own):
         return False
-    cut = own[i].end + at.rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))
-    if not own[i].first < cut < own[i + 1].end:
+    one, other = own[i], own[i + 1]
+    cut = one.end + _CUT_STEPS[int(at.rng.random() * len(_CUT_STEPS))]
+    if not one.first < cut < other.end:
         return False
-    own[i : i + 2] = [own[i]._replace(end=cut), own[i + 1]._replace(first=cut)]
+    own[i] = ChainSegment(one.k, one.first, cut, one.priority)
+    own[i + 1] = ChainSegment(other.k, cut, other.end, other.priority)
     return True
 
 
-def _split(at: _MoveTarget) -> bool:
+def _split(at: _SegmentPlace) -> bool:
     """A segment becomes two on different counts."""
     one, rng = at.own[at.i], at.rng
-    if at.num_counts < _MANY_COUNTS:
-        k = one.k + rng.choice((-1, 1))
-    else:
-        k = one.k + round(rng.gauss(0, at.num_counts / 12))
     if one.end - one.first < 2 or len(at.own) >= _MAX_SEGMENTS:
         return False
+    k = one.k + _step(at)
     if k == one.k or not 0 <= k < at.num_counts:
         return False
     cut = rng.randrange(one.first + 1, one.end)
@@ -350,34 +379,40 @@ def _split(at: _MoveTarget) -> bool:
     return True
 
 
-def _merge(at: _MoveTarget) -> bool:
+def _merge(at: _SegmentPlace) -> bool:
     """Two neighbouring segments become one."""
     own, i = at.own, at.i
-    if i + 1 >= len(own):
+    if i + 1 == len(own):
         return False
-    k = at.rng.choice((own[i], own[i + 1])).k
+    k = own[i + (at.rng.random() < 0.5)].k
     own[i : i + 2] = [own[i]._replace(k=k, end=own[i + 1].end)]
     return True
 
 
-def _change_priority(at: _MoveTarget) -> bool:
-    """Another priority: any in the range, or one near the present one."""
-    one, (low, high) = at.own[at.i], at.priorities
-    if at.rng.random() < 0.5:
-        priority = at.rng.uniform(low, high)
-    else:
-        priority = one.priority + at.rng.gauss(0, 0.1) * (high - low)
-    at.own[at.i] = one._replace(priority=priority)
+def _start_before(at: _SegmentPlace) -> bool:
+    """A segment that waited gets a priority just before one that started meanwhile.
+
+    Other changes of a priority mostly change nothing.
+    """
+    rated, m, i = at.rated, at.m, at.i
+    # An earlier move may have cut the chain into more segments.
+    if i >= len(rated.starts[m]):
+        return False
+    before = at.evaluator.started_before(rated.schedule, rated.starts, m, i)
+    if not before:
+        return False
+    priority = before[int(at.rng.random() * len(before))]
+    at.own[i] = at.own[i]._replace(priority=math.nextafter(priority, -math.inf))
     return True
 
 
-# How often each move is drawn, in proportion. Chosen by hand.
-_MOVES: dict[_Move, int] = {
-    _change_count: 4,
-    _move_cut: 3,
-    _split: 1,
-    _merge: 1,
-    _change_priority: 3,
-}
+# Each move as often as it is drawn, in proportion. Chosen by hand.
+_MOVES: tuple[_Move, ...] = (
+    *(_change_count,) * 4,
+    *(_move_cut,) * 3,
+    _split,
+    _merge,
+    *(_start_before,) * 2,
+)
 # The moves that keep one segment for each chain.
-_UNCUT_MOVES: dict[_Move, int] = {_change_count: 1, _change_priority: 1}
+_UNCUT_MOVES: tuple[_Move, ...] = (_change_count, _start_before)
