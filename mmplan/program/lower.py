@@ -276,10 +276,10 @@ def _mark_scattered(plan: Plan, graph: Graph) -> None:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
     """
     node_of = plan.cluster.node_of
+    gathers = [_gathers(stage, node_of) for stage in graph.stages]
     for edge in graph.edges:
         producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
-        forward = _gathers(consumer, node_of)
-        backward = edge.carries_gradient and _gathers(producer, node_of)
+        forward, backward = gathers[edge.consumer], edge.carries_gradient and gathers[edge.producer]
         if (forward or backward) and _leaves_node(producer, consumer, node_of):
             graph.edges[edge.index] = replace(edge, scattered=forward, scattered_back=backward)
 

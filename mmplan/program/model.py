@@ -119,6 +119,9 @@ class Stage:
     _places: dict[int, tuple[int, int]] = field(
         default_factory=dict[int, tuple[int, int]], init=False, repr=False, compare=False
     )
+    _meetings: dict[int, tuple[int, ...]] = field(
+        default_factory=dict[int, tuple[int, ...]], init=False, repr=False, compare=False
+    )
 
     @property
     def dp(self) -> int:
@@ -148,7 +151,11 @@ class Stage:
         # Weight gradients are computed alone.
         if op is Op.WEIGHT or not (self.gathers or self.tp > 1):
             return ()
-        return tuple(sorted(self.members if self.gathers else self.ranks[replica]))
+        where = 0 if self.gathers else replica
+        if where not in self._meetings:
+            ranks = self.members if self.gathers else self.ranks[replica]
+            self._meetings[where] = tuple(sorted(ranks))
+        return self._meetings[where]
 
     def place(self, rank: int) -> tuple[int, int]:
         """(replica, tp index) of a rank that runs the stage.

@@ -92,6 +92,8 @@ def held_shards(groups: Sequence[Ranks]) -> dict[int, tuple[int, int]]:
 
 def is_crowded(groups: Sequence[Ranks]) -> bool:
     """Whether a rank runs the block as two different shards."""
+    if len(set().union(*groups)) == sum(map(len, groups)):
+        return False  # no rank is in two groups
     held = held_shards(groups)
     return any(held[rank] != (t, len(g)) for g in groups for t, rank in enumerate(g))
 
