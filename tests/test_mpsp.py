@@ -21,7 +21,7 @@ from mmplan.solvers.mpsp.bounds import (
     phase_bound,
 )
 from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, bi_point
-from mmplan.solvers.mpsp.instance import Chain, Instance, scaling_classes
+from mmplan.solvers.mpsp.instance import Chain, GradientSum, Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Evaluator
 from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule
 from mmplan.solvers.mpsp.wavefront import wavefront
@@ -170,6 +170,22 @@ def test_a_cut_waits_for_what_comes_from_the_slice_before() -> None:
     assert cut.total_s == pytest.approx(3 * (2 + 1) + 2 * 0.2)
     whole = Evaluator(instance).run(_one_chain((1, 0, 4)))
     assert whole.total_s == pytest.approx(3 * 2)
+
+
+def test_sums_of_gradients_keep_a_module_on_few_devices() -> None:
+    """Two tasks with one module: on all devices its computes take least, and its sum most."""
+    both = tuple(chain([1, 2], [8.0, 3.9]) for _ in range(2))
+
+    def widest(sum_s: float) -> int:
+        total = GradientSum(chains=(0, 1), seconds=lambda devices: sum_s * (devices - 1))
+        instance = Instance(chains=both, devices=4, sums=(total,))
+        found = find_schedules(instance, bound_s=0.0, budget=SearchBudget(0.1))
+        segments = found["the best schedule of slices"].segments
+        return max(both[m].counts[s.k] for m, own in enumerate(segments) for s in own)
+
+    assert widest(0.0) == 2
+    # A sum of 90 s on all devices, or of 30 s on half of them; computes of 11.7 s or of 24.
+    assert widest(30.0) == 1
 
 
 def test_a_cut_waits_in_the_mirror_as_well() -> None:

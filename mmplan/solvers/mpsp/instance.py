@@ -13,7 +13,7 @@ Source: Spindle, arXiv:2409.03365, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -93,10 +93,26 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSum:
+    """The sum of a module's gradients, after the backwards of all chains that run it.
+
+    Attributes:
+        chains: their indices.
+        seconds: of the sum, by the number of devices that hold the module.
+    """
+
+    chains: tuple[int, ...]
+    seconds: Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
     """Chains, producers before consumers, and the number of devices that they share.
 
     Chains lose their useless counts here and get their levels.
+
+    Attributes:
+        sums: of gradients; no bound knows them.
 
     Raises:
         InvalidInputError: a table has a wrong shape or a time that is negative or not finite, or
@@ -107,6 +123,7 @@ class Instance:
 
     chains: tuple[Chain, ...]
     devices: int
+    sums: tuple[GradientSum, ...] = ()
     levels: int = field(init=False)
 
     def __post_init__(self) -> None:

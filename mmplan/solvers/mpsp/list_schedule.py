@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmplan.arrays import Floats
-from mmplan.solvers.mpsp.instance import Instance, backward_ratio
+from mmplan.solvers.mpsp.instance import GradientSum, Instance, backward_ratio
 
 # Times that differ by less than this share are one instant: sums of times are rounded.
 _SAME_INSTANT = 1e-12
@@ -72,6 +72,7 @@ class TimedSegment(NamedTuple):
         rest_s: least seconds from its end to the end of all that follows.
         then: the next segment of the chain.
         area: device-seconds of this segment and of those after it in the chain.
+        holding: sum over the blocks of these of the devices that run each.
     """
 
     priority: float
@@ -81,6 +82,7 @@ class TimedSegment(NamedTuple):
     rest_s: float
     then: TimedSegment | None
     area: float
+    holding: int
 
 
 class Decoder:
@@ -128,12 +130,13 @@ class Decoder:
     def timed(self, m: int, own: Sequence[ChainSegment]) -> TimedSegment:
         """The first of a chain's segments."""
         counts, until_s, cuts_s = self._counts[m], self._until_s[m], self._cuts_s[m]
-        rest_s, timed, area = self._rest_s[m], None, 0.0
+        rest_s, timed, area, holding = self._rest_s[m], None, 0.0, 0
         for k, first, end, priority in reversed(own):
             row, count = until_s[k], counts[k]
             seconds = row[end] - row[first] + cuts_s[first]
             area += count * seconds
-            timed = TimedSegment(priority, m, count, seconds, rest_s, timed, area)
+            holding += count * (end - first)
+            timed = TimedSegment(priority, m, count, seconds, rest_s, timed, area, holding)
             rest_s += seconds
         assert timed is not None
         return timed
@@ -164,7 +167,7 @@ class Decoder:
                 left: list[TimedSegment] = []
                 least = free + 1
                 for position, one in enumerate(ready):
-                    _, m, count, seconds, rest_s, _, _ = one
+                    _, m, count, seconds, rest_s, _, _, _ = one
                     if count > free:
                         if strict:
                             left, least = ready[position:], count
@@ -185,7 +188,7 @@ class Decoder:
                 return now, moment, starts
             instant_s = running[0][0] * (1 + _SAME_INSTANT)
             while running and running[0][0] <= instant_s:
-                now, m, (_, _, count, _, _, following, _) = heappop(running)
+                now, m, (_, _, count, _, _, following, _, _) = heappop(running)
                 instant_s = now * (1 + _SAME_INSTANT)
                 free += count
                 if following is not None:
@@ -233,6 +236,10 @@ class Evaluator:
         counts, after = [c.counts for c in chains], [c.after for c in chains]
         then = instance.successors()
         self.decoded = 0
+        # With the module's number of blocks, and what is known by number of devices.
+        self._sums: list[tuple[GradientSum, int, dict[int, float]]] = [
+            (own, chains[own.chains[0]].blocks, {}) for own in instance.sums
+        ]
         self._ratio = backward_ratio(chains)
         # The wait at a cut does not depend on the phase. Where the backward is computed as a
         # multiple of the forward, the forward's wait is scaled so that both together are twice one.
@@ -298,18 +305,32 @@ class Evaluator:
         segments_factor = 1 + _SEGMENT_COST * sum(map(len, schedule.segments))
         # The forwards are not packed into less than this.
         area_s = sum([one.area for one in heads]) / self.instance.devices
-        limit_s = max_guide_s / segments_factor
+        sums_s = self._sums_s(heads)
+        limit_s = (max_guide_s - sums_s) / segments_factor
         if self._ratio is not None:
             limit_s = limit_s / (1 + self._ratio) - _PACKED_WEIGHT * area_s
         times = self.run(schedule, limit_s, heads)
         if times.forward_s == math.inf:
             return math.inf, math.inf, times.starts
-        cost_s = times.total_s * segments_factor
-        return (
-            cost_s,
-            cost_s * (1 + _PACKED_WEIGHT * times.packed_s / times.forward_s),
-            times.starts,
-        )
+        computes_s = times.total_s * segments_factor
+        cost_s = computes_s + sums_s
+        packed_s = computes_s * _PACKED_WEIGHT * times.packed_s / times.forward_s
+        return cost_s, cost_s + packed_s, times.starts
+
+    def _sums_s(self, heads: Sequence[TimedSegment]) -> float:
+        """Seconds of each device for sums of gradients, if all have their share.
+
+        A block of a module in several tasks is on devices of its own for each, since they run at
+        one time.
+        """
+        found, devices = 0.0, self.instance.devices
+        for own, blocks, known in self._sums:
+            holding = sum([heads[m].holding for m in own.chains])
+            holders = max(1, min(devices, round(holding / blocks)))
+            if holders not in known:
+                known[holders] = holders / devices * own.seconds(holders)
+            found += known[holders]
+        return found
 
     def lateness(
         self, heads: Sequence[TimedSegment], starts: Sequence[Sequence[float]]

@@ -41,8 +41,11 @@ _SPAN_FACTORS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
 _HOT = 0.0015
 # The same share at its end.
 _COLD = 0.0001
-# Annealing goes back to the best schedule after so many moves without a better one.
-_PATIENCE = 2000
+# After so many moves for each chain without a better schedule annealing goes back to the best, or
+# on from another initial schedule, each as often as the other.
+_PATIENCE = 40
+# So many of the best before each of these changes are given, and of initial schedules.
+_DIFFERENT = 4
 # Annealing ends within this factor of the bound.
 _GOOD_ENOUGH = 1.0005
 # Probability that a move also changes whether the schedule is strict.
@@ -132,18 +135,21 @@ def _search(
     every = sorted((rated for own in pools for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
     firsts = sorted((min(own, key=_cost) for own in pools), key=_cost)
+    fluid = [rated for own in pools[1:] for rated in own]
     starts = {
         "bi-point slices": min(pools[0], key=_cost),
-        "fluid slices": min((min(own, key=_cost) for own in pools[1:]), key=_cost),
+        "fluid slices": min(fluid, key=_cost),
         "one slice for each MetaOp, not annealed": uncut,
     }
     left_s = budget.left_s
-    annealing = _Annealing(evaluator, rng, bound_s)
+    annealing = _Annealing(evaluator, rng, bound_s, every)
     uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
     firsts = sorted([*firsts, uncut], key=_cost)
+    others: list[_Rated] = []
     while len(firsts) > 1:
         part_s = left_s * _TRIAL_SHARE / len(firsts)
         firsts = sorted([annealing.run(x, budget.part(part_s), _MOVES) for x in firsts], key=_cost)
+        others += firsts[len(firsts) // 2 :]
         firsts = firsts[: len(firsts) // 2]
     trial = firsts[0]
     best = annealing.run(trial, budget, _MOVES)
@@ -151,9 +157,24 @@ def _search(
         "the best schedule of slices": best,
         "one slice for each MetaOp": uncut,
         "slices annealed for a while": trial,
+        **{f"slices annealed for a while, {i}": own for i, own in enumerate(others, 2)},
+        **{f"slices, {i}": own for i, own in enumerate(_different(annealing.optima), 2)},
+        **{f"bi-point slices, {i}": own for i, own in enumerate(_different(pools[0])[1:], 2)},
+        **{f"fluid slices, {i}": own for i, own in enumerate(_different(fluid)[1:], 2)},
         **starts,
     }
     return {label: rated.schedule for label, rated in found.items()}
+
+
+def _different(some: Sequence[_Rated]) -> list[_Rated]:
+    """The best few with different cuts or counts, whatever their priorities."""
+    found: dict[object, _Rated] = {}
+    for rated in sorted(some, key=_cost):
+        if len(found) == _DIFFERENT:
+            break
+        cuts = tuple((s.k, s.end) for own in rated.schedule.segments for s in own)
+        found.setdefault(cuts, rated)
+    return [*found.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +270,19 @@ _Move = Callable[[_SegmentPlace], bool]
 class _Annealing:
     """Changes counts, cuts and priorities, mostly of chains that end late."""
 
-    def __init__(self, evaluator: Evaluator, rng: random.Random, bound_s: float) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        rng: random.Random,
+        bound_s: float,
+        initial: Sequence[_Rated],
+    ) -> None:
         self._evaluator = evaluator
         self._rng = rng
         self._bound_s = bound_s
+        self._initial = initial
+        # The best between two such changes.
+        self.optima: list[_Rated] = []
         self._num_counts = [len(chain.counts) for chain in evaluator.instance.chains]
 
     def run(self, start: _Rated, budget: SearchBudget, moves: Sequence[_Move]) -> _Rated:
@@ -261,7 +291,7 @@ class _Annealing:
         Args:
             moves: each is drawn as often as it stands there.
         """
-        best, current, idle, rng = start, start, 0, self._rng
+        best, current, local, idle, rng = start, start, start, 0, self._rng
         lateness = self._evaluator.lateness
         late = lateness(start.heads, start.starts)
         evaluator, all_s = self._evaluator, budget.left_s
@@ -280,10 +310,15 @@ class _Annealing:
             idle += 1
             if rated is not None:
                 current, late = rated, lateness(rated.heads, rated.starts)
+                if rated.cost_s < local.cost_s:
+                    local = rated
                 if rated.cost_s < best.cost_s:
                     best, idle = rated, 0
-            if idle > _PATIENCE:
-                current, late, idle = best, lateness(best.heads, best.starts), 0
+            if idle > _PATIENCE * len(self._num_counts):
+                self.optima.append(local)
+                local = current = best if rng.random() < 0.5 else rng.choice(self._initial)
+                idle = 0
+                late = lateness(current.heads, current.starts)
         return best
 
     def _accepted(

@@ -12,17 +12,21 @@ knows no links. Method ``wavefront`` is Spindle's scheduler as printed.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from mmplan.costs.hardware import load_hardware
+from mmplan.costs.links import collective_s
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import Unit
+from mmplan.schema.plan import Unit, Wave
 from mmplan.solvers.distmm.solver import solve_distmm
 from mmplan.solvers.mpsp.bounds import RoundBounds, curve, level_bound, round_bounds
 from mmplan.solvers.mpsp.initial_schedules import portfolio
-from mmplan.solvers.mpsp.instance import Chain, Instance
+from mmplan.solvers.mpsp.instance import Chain, GradientSum, Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
 from mmplan.solvers.mpsp.metaops import contract
 from mmplan.solvers.mpsp.placement import Placed, UnplacedSlice, place, spread_s
@@ -36,16 +40,6 @@ from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import size
 
 METHODS = {"search": "the best of many schedules", "wavefront": "Spindle's scheduler as printed"}
-# Least share of the budget for the search. Chosen by hand: less finds worse schedules.
-_MIN_SEARCH_SHARE = 0.3
-# Largest share of the budget for the search. Chosen by hand: the rest is for simulating.
-_MAX_SEARCH_SHARE = 0.5
-# Share of the budget that neither the search nor the simulation plans with.
-_RESERVE_SHARE = 0.1
-# Plans that are to be simulated within the budget.
-_SIMULATED_PLANS = 3
-# Seconds that one compute of a plan takes to simulate. It depends on the machine.
-_SIMULATED_COMPUTE_S = 4e-5
 # Share of the search time that is left, for the first tp choice. Chosen by hand.
 _FIRST_CHOICE_SHARE = 0.5
 # The same for each other one, which is less promising.
@@ -117,7 +111,6 @@ class CandidateFinder:
     def __init__(self, request: Request, method: str) -> None:
         self._request, self._method = request, method
         self._budget = SearchBudget(request.budget_s)
-        self._kept_s = request.budget_s * (1 - _MAX_SEARCH_SHARE)
         self.problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
@@ -129,7 +122,7 @@ class CandidateFinder:
 
     def part(self, share: float) -> SearchBudget:
         """A share of what searches still have."""
-        return self._budget.part(share * (self._budget.left_s - self._kept_s))
+        return self._budget.part(share * self._budget.left_s)
 
     def emitter(self, scalings: Sequence[Scaling], rounds: int) -> Emitter:
         """The instance of these curves, as slices, units and waves."""
@@ -137,8 +130,36 @@ class CandidateFinder:
         instance = Instance(
             chains=tuple(own.chain(tasks.index(own.op.task)) for own in scalings),
             devices=self._request.devices,
+            sums=tuple(self._sums(scalings, rounds)),
         )
         return Emitter(self.problems, self._block_memory, scalings, instance, rounds)
+
+    def _sums(self, scalings: Sequence[Scaling], rounds: int) -> Iterator[GradientSum]:
+        """Of each module, a round's share of its sum after the last round.
+
+        What one task has alone is summed beside its last backward, which gets slower by that.
+        """
+        beside = 1 / load_hardware().compute_slowdown(self._request.cluster.device)
+        chains: defaultdict[str, list[int]] = defaultdict(list)
+        for m, own in enumerate(scalings):
+            chains[own.op.owner].append(m)
+        for members in chains.values():
+            first = scalings[members[0]]
+            widest = first.allocations[-1]
+            num_bytes = float(
+                self._block_memory.parameters(first.op, widest.tp, widest.dp)[1].sum()
+            )
+            share = (1.0 if len(members) > 1 else 1 - beside) / rounds
+            if num_bytes:
+                seconds = partial(self._sum_s, num_bytes, widest.tp, share)
+                yield GradientSum(chains=tuple(members), seconds=seconds)
+
+    def _sum_s(self, num_bytes: float, tp: int, share: float, devices: int) -> float:
+        """That share of the seconds of a sum over the first devices, each ``tp`` of them a rank."""
+        ranks = range(0, devices, tp)
+        if len(ranks) == 1:
+            return 0.0
+        return share * collective_s(self._request.cluster, "all_reduce", ranks, num_bytes)
 
     def activations_fit(self, emitter: Emitter) -> bool:
         """Whether a round's activations fit the devices if all share them equally."""
@@ -161,7 +182,6 @@ class CandidateFinder:
         total = without_activations = math.inf
         for schedule in (sequential_schedule(instance), next(portfolio(instance, targets, (1.0,)))):
             slices = emitter.slices(schedule, evaluator.run(schedule).starts)
-            self._reserve_simulations(slices, rounds)
             total = min(total, self._shortfall(slices))
             if total > 0:
                 shortfall = self._shortfall_without_activations(slices)
@@ -273,14 +293,6 @@ class CandidateFinder:
             cut_s = [spread_s(request.cluster, request.devices, size) for size in moved]
             chains.append(replace(chain, cut_s=np.array([0.0, *cut_s])))
         return replace(instance, chains=tuple(chains))
-
-    def _reserve_simulations(self, slices: Sequence[UnplacedSlice], rounds: int) -> None:
-        """End searches so early that plans of such slices can be simulated within the budget."""
-        computes = 2 * rounds * sum(own.dp * own.num_microbatches for own in slices)
-        budget_s = self._request.budget_s
-        simulated_s = _SIMULATED_PLANS * _SIMULATED_COMPUTE_S * computes
-        share = 1 - _RESERVE_SHARE - simulated_s / max(budget_s, 1e-9)
-        self._kept_s = budget_s * (1 - min(_MAX_SEARCH_SHARE, max(_MIN_SEARCH_SHARE, share)))
 
     def _failed(self, shortfall_bytes: float) -> None:
         self.least_shortfall_bytes = min(self.least_shortfall_bytes, shortfall_bytes)
@@ -429,11 +441,11 @@ def _solution(
     found.sort(key=lambda item: item.candidate.objective_s)
     least_s = found[0].candidate.objective_s
     is_full = found[0].peak_bytes > _NEARLY_FULL * request.cluster.device.memory_bytes
-    kept: dict[tuple[Unit, ...], Candidate] = {}
+    kept: dict[tuple[tuple[Unit, ...], tuple[Wave, ...]], Candidate] = {}
     for item in found:
         factor = _STAGED_SIMULATED_WITHIN if item.staged else _SIMULATED_WITHIN
         if is_full or item.candidate.objective_s <= least_s * factor:
-            kept.setdefault(item.candidate.units, item.candidate)
+            kept.setdefault((item.candidate.units, item.candidate.waves), item.candidate)
     best_of_kind = {c.kind: c for c in reversed(kept.values())}
     others = [c for c in kept.values() if best_of_kind[c.kind] is not c]
     candidates = sorted([*best_of_kind.values(), *others[:1]], key=lambda c: c.objective_s)
