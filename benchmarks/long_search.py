@@ -24,7 +24,7 @@ from mmplan.planning.candidate_plans import placed_losses, planned_tasks
 from mmplan.planning.measured_trials import peak_bytes
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, UnitChoice
-from mmplan.planning.order_search import best_order
+from mmplan.planning.order_search import OrderSearch
 from mmplan.planning.recomputation import free_modules
 from mmplan.planning.unit_schedules import best_backwards
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
@@ -228,14 +228,14 @@ class LongSearch:
                 raise InvalidInputError("does not fit")
             return found
 
-        costs = self._request.costs
-        ordered = best_order(
-            plan,
-            costs,
+        orders = OrderSearch(
+            self._request.costs,
             simulated=again,
             fits=lambda other: peak_bytes(other.predicted) <= memory,
         )
-        return best_backwards(ordered, setting.request.workload, plan.cluster, again)
+        ordered = orders.best_order(plan)
+        split = best_backwards(ordered, setting.request.workload, plan.cluster, again)
+        return orders.best_sums(split)
 
     def _simulated(self, plan: Plan | None) -> Plan | None:
         """With its prediction; None where it cannot run or does not fit."""

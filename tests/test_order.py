@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mmlaunch.session.verify import compare
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
-from mmplan.planning.order_search import best_order, order_notes
+from mmplan.planning.order_search import OrderSearch, order_notes, sums_notes
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
@@ -58,7 +58,9 @@ def predicted(plan: Plan, costs: CostModel) -> Plan:
 def test_an_encoder_and_a_generator_on_one_device_are_as_fast_as_on_two() -> None:
     plan, costs = chain()
     usual = predicted(plan, costs)
-    best = best_order(usual, costs, simulated=lambda p: predicted(p, costs), fits=lambda p: True)
+    best = OrderSearch(
+        costs, simulated=lambda p: predicted(p, costs), fits=lambda p: True
+    ).best_order(usual)
     apart_s = predict(*chain(devices=13)).iteration_s
     assert best.predicted.iteration_s <= 1.001 * apart_s
     assert usual.predicted.iteration_s > 1.2 * apart_s
@@ -78,10 +80,12 @@ def test_a_plan_stays_as_it_is_where_no_other_order_gains_or_fits() -> None:
     def never(plan: Plan) -> Plan:
         raise AssertionError("nothing to try: no rank is shared")
 
-    assert best_order(apart, costs, simulated=never, fits=lambda p: True) is apart
+    assert OrderSearch(costs, simulated=never, fits=lambda p: True).best_order(apart) is apart
     plan, costs = chain()
     usual = predicted(plan, costs)
-    same = best_order(usual, costs, simulated=lambda p: predicted(p, costs), fits=lambda p: False)
+    same = OrderSearch(
+        costs, simulated=lambda p: predicted(p, costs), fits=lambda p: False
+    ).best_order(usual)
     assert same is usual
 
 
@@ -102,15 +106,50 @@ def test_other_rules_are_simulated_where_sums_take_long() -> None:
         tried.append(predicted(plan, costs))
         return tried[-1]
 
-    best = best_order(usual, costs, simulated=simulated, fits=lambda p: True)
+    best = OrderSearch(costs, simulated=simulated, fits=lambda p: True).best_order(usual)
     assert {(p.order or Order()).rule for p in tried} == set(RULES) - {"backward-first"}
     assert best.predicted.iteration_s < 0.95 * usual.predicted.iteration_s
     assert best.predicted.iteration_s == min(p.predicted.iteration_s for p in tried)
     # Over fast links there is nothing to hide.
     costs, tried = CostModel(profile(each, 2)), []
     usual = predicted(plan, costs)
-    assert best_order(usual, costs, simulated=simulated, fits=lambda p: True) is usual
+    assert OrderSearch(costs, simulated=simulated, fits=lambda p: True).best_order(usual) is usual
     assert not tried
+
+
+def test_the_longest_sums_come_first_where_others_would_wait_for_them() -> None:
+    """The sum of y shares a rank with each of the two others, and stands between them."""
+    ranks = {"x": (0, 1), "y": (1, 2), "z": (2, 3)}
+    plan = make_plan(
+        *(
+            unit(m, task=t, kind="gpipe", ranks=[[[own[i]]]])
+            for m, own in ranks.items()
+            for i, t in enumerate("st")
+        ),
+        losses=[loss(f"{t}.{m}", m, task=t) for m in ranks for t in "st"],
+        batch=2,
+    )
+    parameters = {"x": 40.0, "y": 80.0, "z": 40.0}
+    modules = {m: module_profile(2.0, 4.0, blocks=1, parameters=n) for m, n in parameters.items()}
+    link = {"latency_s": 0.1, "bandwidth_bytes_per_s": 16.0}
+    costs = CostModel(profile(modules, 4, intra=link))
+    usual = predicted(plan, costs)
+    rows = compile_plan(plan).instructions
+    assert not any("REDUCE_START" in str(item) for row in rows for item in row)
+    best = OrderSearch(
+        costs, simulated=lambda p: predicted(p, costs), fits=lambda p: True
+    ).best_sums(usual)
+    assert best.order is not None
+    assert best.order.sums.keys() == ranks.keys()
+    # Computes take 24 s on ranks 1 and 2; x, y and z come one after the other, or x and z at once.
+    x_s, y_s = 0.2 + 160 / 16, 0.2 + 320 / 16
+    assert usual.predicted.iteration_s == pytest.approx(24 + x_s + y_s + x_s)
+    assert best.predicted.iteration_s == pytest.approx(24 + y_s + x_s)
+    assert sums_notes(best, usual) != []
+    same = OrderSearch(
+        costs, simulated=lambda p: predicted(p, costs), fits=lambda p: False
+    ).best_sums(usual)
+    assert same is usual
 
 
 def test_plans_without_an_order_are_written_as_before() -> None:
@@ -171,7 +210,8 @@ def orders(plan: Plan) -> st.SearchStrategy[Order]:
     nominal = st.integers(1, 9)
     chunk = st.builds(ChunkTimes, forward=nominal, backward=nominal, input_backward=nominal)
     times = st.fixed_dictionaries({u.name: st.tuples(*[chunk] * len(u.blocks)) for u in plan.units})
-    return st.builds(Order, rule=st.sampled_from(RULES), times=times | st.just({}))
+    sums = st.dictionaries(st.sampled_from([u.module for u in plan.units]), nominal)
+    return st.builds(Order, rule=st.sampled_from(RULES), times=times | st.just({}), sums=sums)
 
 
 @given(shared_plans())
@@ -210,7 +250,8 @@ def test_an_order_that_contradicts_its_plan_is_named() -> None:
     plan, _ = chain(stages=2)
     one = ChunkTimes(forward=1, backward=2, input_backward=1)
     times = {"encoder": (one,), "llm": (one,), "decoder": (one,)}
-    assert plan_faults(plan.model_copy(update={"order": Order(times=times)})) == [
+    assert plan_faults(plan.model_copy(update={"order": Order(times=times, sums={"v": 1})})) == [
+        "order.sums: no task has parameters of module 'v'",
         "order.times: there is no unit 'decoder'",
         "order.times.llm: times of 1 chunks, the unit has 2",
         "order.times.generator: times of 0 chunks, the unit has 1",
@@ -240,6 +281,11 @@ def uneven_times(plan: Plan) -> dict[str, tuple[ChunkTimes, ...]]:
     }
 
 
+def uneven(plan: Plan, rule: OrderRule) -> Order:
+    """Every unit and every sum takes another time."""
+    return Order(rule=rule, times=uneven_times(plan), sums={"u": 3, "v": 9})
+
+
 ORDERS = [(rule, timed) for rule in RULES for timed in (False, True)]
 
 
@@ -248,8 +294,9 @@ def test_orders_differ_and_gradients_are_those_of_one_process() -> None:
     seen: set[str] = set()
     job = make_workload(units, [loss("regression", "u", "target")], batch=12)
     for rule, timed in ORDERS:
-        order = Order(rule=rule, times=uneven_times(plan) if timed else {})
-        ordered = plan.model_copy(update={"order": order})
+        ordered = plan.model_copy(
+            update={"order": uneven(plan, rule) if timed else Order(rule=rule)}
+        )
         rows = compile_plan(ordered).instructions
         seen.add(" ".join(str(item) for row in rows for item in row if isinstance(item, Compute)))
         if rule == "backward-first" or not timed:
@@ -264,8 +311,8 @@ def test_gradients_in_every_order_over_gloo(tmp_path: Path) -> None:
     units, plan = one_grid(None)
     job = make_workload(units, [loss("regression", "u", "target")], batch=12)
     cases = [
-        plan.model_copy(update={"order": Order(rule=r, times=uneven_times(plan) if t else {})})
-        for r, t in ORDERS
+        plan.model_copy(update={"order": uneven(plan, rule) if timed else Order(rule=rule)})
+        for rule, timed in ORDERS
     ]
     found = launched(
         gradients, ([(p, job) for p in cases],), num_ranks=2, run_dir=tmp_path, timeout_s=90.0

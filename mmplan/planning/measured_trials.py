@@ -11,7 +11,7 @@ from mmplan.solvers.problem import Candidate, Solution
 
 # Plans of one task that take less than this times the shortest step are as fast to a reader: the
 # simulator is no more exact. Chosen by hand.
-AS_FAST = 1.005
+AS_FAST = 1.002
 # End of the label of a plan that runs several modules on one device.
 SHARED = ", shared devices)"
 

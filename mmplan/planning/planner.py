@@ -32,9 +32,10 @@ from mmplan.planning.measured_trials import (
 )
 from mmplan.planning.neighbours.search import UNIFORM_SHARE, NeighbourSearch
 from mmplan.planning.neighbours.trials import LayoutTrials
-from mmplan.planning.order_search import order_notes
+from mmplan.planning.order_search import order_notes, sums_notes
 from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.planning.refinement import NEIGHBOURS, RefinedPlan, Refinement, of_neighbours
+from mmplan.planning.uneven_shares import shares_notes
 from mmplan.planning.unit_polish import polish_notes
 from mmplan.planning.unit_schedules import split_notes
 from mmplan.processes import rare_collections
@@ -88,6 +89,8 @@ PATIENCE_WITHOUT_PLAN = 4
 ALWAYS_SEARCHED = 2_048
 # A plan's file lists the peak memory of each of its devices.
 MOST_DEVICES = 1_000_000
+# Plans that take up to this times the best step are all refined; chosen by hand.
+NEARLY_AS_FAST = 1.02
 # Tensor-parallel groups leave devices idle on nodes that they do not fill; chosen by hand.
 NODE_SLACK = 2
 
@@ -466,7 +469,9 @@ class _PlanSearch:
                     *self._notes(best, own.split.plan, idle, devices),
                     *order_notes(own.reordered.plan, own.plain.plan),
                     *split_notes(own.split.plan, own.reordered.plan),
-                    *polish_notes(own.final.plan, own.split.plan),
+                    *shares_notes(own.unpolished.plan, own.split.plan),
+                    *polish_notes(own.computed.plan, own.unpolished.plan),
+                    *sums_notes(own.final.plan, own.computed.plan),
                     *left_out,
                 ),
                 "neighbours": self._neighbours,
@@ -538,11 +543,15 @@ def file_reference(document: Document, path: str | Path | None, folder: Path) ->
 
 
 def _best_of_each(ranked: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
-    """The first plan of each solution."""
+    """The first plan of each solution, and those that are about as fast as the first of all."""
     best_of: dict[int, SimulatedPlan] = {}
-    for item in ranked:
-        best_of.setdefault(id(item.solution), item)
-    return [*best_of.values()]
+    limit_s = NEARLY_AS_FAST * ranked[0].plan.predicted.iteration_s
+    return [
+        item
+        for item in ranked
+        if best_of.setdefault(id(item.solution), item) is item
+        or item.plan.predicted.iteration_s <= limit_s
+    ]
 
 
 def _none_fits(plans: CandidatePlans, notes: Sequence[str]) -> InfeasibleError | InvalidInputError:

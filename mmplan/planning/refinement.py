@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
 from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
-from mmplan.planning.order_search import LEADS, best_order
+from mmplan.planning.order_search import OrderSearch, shares_ranks
+from mmplan.planning.uneven_shares import with_uneven_shares
 from mmplan.planning.unit_polish import polished
 from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
 from mmplan.schema.plan import Plan
@@ -42,19 +43,33 @@ class RefinedPlan:
         plain: fused backwards, in the best order of its micro-batches.
         reordered: in the best order on shared ranks.
         split: with split backwards where they gain; the plan itself where all this lost.
+        shared_out: with uneven shares of samples; None where that was not tried.
         polished: with other micro-batches and kinds of schedule of single units; None where that
             was not tried.
+        summed: with its sums of gradients in another order; None where that was not tried.
     """
 
     plain: SimulatedPlan
     reordered: SimulatedPlan
     split: SimulatedPlan
+    shared_out: SimulatedPlan | None = None
     polished: SimulatedPlan | None = None
+    summed: SimulatedPlan | None = None
+
+    @property
+    def computed(self) -> SimulatedPlan:
+        """After all changes of the computes."""
+        return self.polished or self.unpolished
+
+    @property
+    def unpolished(self) -> SimulatedPlan:
+        """Before changes of single units."""
+        return self.shared_out or self.split
 
     @property
     def final(self) -> SimulatedPlan:
         """After all changes."""
-        return self.polished or self.split
+        return self.summed or self.computed
 
 
 class Refinement:
@@ -66,6 +81,7 @@ class Refinement:
 
     def __init__(self, plans: CandidatePlans) -> None:
         self._plans, self._request = plans, plans.request
+        self._orders = OrderSearch(plans.request.costs, simulated=plans.simulated, fits=plans.fits)
         # By the identity of the plan that was refined, which callers keep.
         self._known: dict[int, RefinedPlan] = {}
 
@@ -86,7 +102,7 @@ class Refinement:
             if known := self._known.get(id(first.plan)):
                 found[position] = known
                 continue
-            limit_s = math.inf if all_of_them else as_fast_as(x.split for x in found)
+            limit_s = math.inf if all_of_them else as_fast_as(x.final for x in found)
             spent = self._plans.effort - effort_before
             if spent and spent + self._plans.instructions_of(first.plan) > INSTRUCTIONS_OF_FIRST:
                 continue  # it is large, and was not the best
@@ -98,20 +114,28 @@ class Refinement:
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more
                 split = first
-            known = RefinedPlan(plain=plain, reordered=reordered, split=split)
+            known = self._summed(RefinedPlan(plain=plain, reordered=reordered, split=split))
             found[position] = self._known[id(first.plan)] = known
-        best = min(found, key=lambda x: step_s(x.split))
+        best = min(found, key=lambda x: step_s(x.final))
         for position, x in enumerate(found) if both else ():
             spent = self._plans.effort - effort_before
             is_large = spent + self._plans.instructions_of(x.plain.plan) > INSTRUCTIONS_OF_FIRST
-            is_near = step_s(x.split) <= BOTH_WITHIN * step_s(best.split)
+            is_near = step_s(x.final) <= BOTH_WITHIN * step_s(best.final)
             if x is best or (is_near and not is_large):
-                found[position] = replace(x, split=self._both_changed(x.split))
+                split = self._both_changed(x.split)
+                even = self._shared_out(split)
+                found[position] = self._summed(replace(x, split=split, shared_out=even))
         if both:
-            position = min(range(len(found)), key=lambda n: step_s(found[n].split))
+            position = min(range(len(found)), key=lambda n: step_s(found[n].final))
             x = found[position]
-            found[position] = replace(x, polished=self._polished(x.split))
+            found[position] = self._summed(replace(x, polished=self._polished(x.computed)))
         return found
+
+    def _summed(self, x: RefinedPlan) -> RefinedPlan:
+        """The same with its sums in the order in which ranks wait least for each other."""
+        plan = self._orders.best_sums(x.computed.plan)
+        summed = None if plan is x.computed.plan else replace(x.computed, plan=plan)
+        return replace(x, summed=summed)
 
     def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
@@ -138,18 +162,8 @@ class Refinement:
 
     def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with the order in which its shared ranks idle least."""
-        plan = self._ordered(item.plan)
+        plan = self._orders.best_order(item.plan)
         return item if plan is item.plan else replace(item, plan=plan)
-
-    def _ordered(self, plan: Plan, leads: Sequence[int] = LEADS) -> Plan:
-        """A simulated plan in its best order."""
-        return best_order(
-            plan,
-            self._request.costs,
-            simulated=self._plans.simulated,
-            fits=self._plans.fits,
-            leads=leads,
-        )
 
     def _both_changed(self, best: SimulatedPlan) -> SimulatedPlan:
         """The best plan, or it with split backwards in an order that is found for them.
@@ -161,7 +175,7 @@ class Refinement:
             best.plan,
             request.workload,
             request.cluster,
-            lambda plan: self._ordered(self._plans.simulated(plan), leads=()),
+            lambda plan: self._orders.best_order(self._plans.simulated(plan), leads=()),
         )
         return best if plan is best.plan else _as_change(best, plan)
 
@@ -169,7 +183,23 @@ class Refinement:
         """The best plan, or it with other micro-batches or kinds of schedule of single units."""
         if best.plan.waves or not step_s(best):  # slices of waves have times
             return best
-        # What its computes take leaves so much to gain.
+        better = self._better(best)
+        plan = polished(best.plan, self._request.workload, better)
+        return best if plan is best.plan else _as_change(best, plan)
+
+    def _shared_out(self, best: SimulatedPlan) -> SimulatedPlan:
+        """The plan, or it with fewer samples on devices that have much to do."""
+        request = self._request
+        if not shares_ranks(best.plan) or not step_s(best):
+            return best
+        plan = with_uneven_shares(best.plan, request.costs, request.workload, self._better(best))
+        return best if plan is best.plan else _as_change(best, plan)
+
+    def _better(self, best: SimulatedPlan) -> Callable[[Plan, Plan], Plan | None]:
+        """Simulates changes of a plan, of which one shortens the step, else gives None.
+
+        What the computes take leaves so much to gain: a step that may lose little gets less effort.
+        """
         share = 1 - least_step_s(best.plan, self._request.costs) / step_s(best)
         effort = min(1.0, share / POLISHED_WHOLLY) * INSTRUCTIONS_OF_FIRST
         last = self._plans.effort + effort
@@ -183,8 +213,7 @@ class Refinement:
             simulates = needed <= self._plans.memory_bytes and self._plans.is_compiled(other)
             return other if simulates and other.predicted.iteration_s < limit_s else None
 
-        plan = polished(best.plan, self._request.workload, better)
-        return best if plan is best.plan else _as_change(best, plan)
+        return better
 
     def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with fused backwards, if these fit and can run."""

@@ -202,9 +202,14 @@ def _in_turn(plan: Plan) -> Iterator[str]:
 
 
 def _order(plan: Plan) -> Iterator[str]:
-    """Nominal times are of all units or of none, and of all of their chunks."""
-    times = plan.order.times if plan.order else {}
+    """Nominal times are of all units or of none, and of all their chunks; sums are of modules."""
+    times, sums = (plan.order.times, plan.order.sums) if plan.order else ({}, {})
     names = [unit.name for unit in plan.units]
+    modules = (pair for task in plan.tasks.values() for pair in task.modules.items())
+    owners = {module.share or name for name, module in modules}
+    for name in sums:
+        if name not in owners:
+            yield f"order.sums: no task has parameters of module {name!r}"
     for name in times:
         if name not in names:
             yield f"order.times: there is no unit {name!r}"

@@ -310,10 +310,14 @@ class Order(Record):
             ``longest-path`` takes what most work waits for, one piece after the other.
         times: by unit, of each chunk; without them each block's forward takes 1 for every
             sample, and its backward 2.
+        sums: by module, of the sum of a block's gradients, in the scale of ``times``. Of sums that
+            could begin at one time the longest does. Without them sums take no time, and begin in
+            the order of their blocks.
     """
 
     rule: OrderRule = "backward-first"
     times: dict[Str, tuple[ChunkTimes, ...]] = Field(default_factory=dict)
+    sums: dict[Str, Count] = Field(default_factory=dict)
 
 
 class PlannedModule(Record):

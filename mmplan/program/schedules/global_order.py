@@ -21,7 +21,15 @@ from itertools import chain, pairwise, product
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op, ReplicaCompute
-from mmplan.program.model import CrossSampleLoss, Edge, Graph, LossReduction, Reduction, Stage
+from mmplan.program.model import (
+    BlockReduction,
+    CrossSampleLoss,
+    Edge,
+    Graph,
+    LossReduction,
+    Reduction,
+    Stage,
+)
 from mmplan.program.reduction_starts import rounds_of
 from mmplan.program.samples import RangeIndex, SampleRange
 from mmplan.program.schedules.plan_order import Orders
@@ -310,6 +318,7 @@ class OrderBuilder:
             index=reduction.index,
             ranks=reduction.ranks,
             first_sample=max(self._batches.values()),
+            duration=self._sum_duration(reduction),
         )
         # It blocks its ranks until the last is there, so it comes after all of their work.
         own = set(event.ranks)
@@ -321,6 +330,12 @@ class OrderBuilder:
             if isinstance(reduction, LossReduction) and self._losses[index].name == reduction.owner:
                 event.after(sync)
         return event
+
+    def _sum_duration(self, reduction: Reduction) -> int:
+        if not isinstance(reduction, BlockReduction):
+            return 0
+        first, end = reduction.blocks
+        return (end - first) * self._order.sums.get(reduction.owner, 0)
 
     def _meet(self, graph: Graph) -> list[Event]:
         """What stands before computes that all replicas of a stage do at one time (ZeRO-2, ZeRO-3).
@@ -372,7 +387,9 @@ class OrderBuilder:
         tails = _tails(self._sequences, loose) if rule == "longest-path" else {}
         for event in chain(*self._sequences, loose):
             op = event.then[0].op if event.op is Op.REDUCE_START else event.op
-            if op not in _COMPUTES or rule == "backward-first":
+            if op is Op.REDUCE:
+                event.urgency = _PRIORITY[op], -event.duration
+            elif op not in _COMPUTES or rule == "backward-first":
                 event.urgency = _PRIORITY[op], 0
             elif rule == "longest-path":
                 event.urgency = _FIRST, -tails.get(event, 0)
