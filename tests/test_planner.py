@@ -10,20 +10,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
 
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning import measured_trials
+from mmplan.planning.candidate_plans import num_forwards
 from mmplan.planning.neighbours.best_first import Neighbours
 from mmplan.planning.neighbours.search import NeighbourSearch
 from mmplan.program.checks.check import check_program
-from mmplan.program.compile import compile_plan
+from mmplan.program.compile import compile_graph, compile_plan
+from mmplan.program.instructions import Compute, Op
+from mmplan.program.symmetry_classes import lower_plan
 from mmplan.schema.base import file_sha256
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from tests.programs import in_flight
+from tests.programs import in_flight, loss, make_plan, unit
 from tests.solving import module_profile, profile, run_solve, workload
+from tests.test_order import shared_plans
 
 LOSS_POINTS = {"points": [{"samples": 1, "forward_s": 1.0, "backward_s": 1.0}]}
 
@@ -306,6 +311,25 @@ def test_top_1_is_the_formulas_optimum_and_more_never_predict_worse(tmp_path: Pa
     assert many.predicted.iteration_s <= one.predicted.iteration_s
     assert 1 <= len(many.solver.runners_up) <= 7
     assert one.solver.runners_up == ()
+
+
+ROUNDS = make_plan(
+    unit("a", dp=4, tp=2, k=2),
+    unit("b", "a", dp=4, k=2),
+    losses=[loss("clip", "b", "a", sync_batch=16)],
+    batch=48,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@example(ROUNDS)
+@given(shared_plans(copies=2))
+def test_forwards_are_counted_before_anything_is_compiled(plan: Plan) -> None:
+    lowered = lower_plan(plan)
+    program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
+    rows = program.instructions
+    computes = [x for row in rows for x in row if isinstance(x, Compute)]
+    assert num_forwards(lowered) == sum(x.op is Op.FORWARD for x in computes)
 
 
 def test_sharded_losses_and_real_links_keep_the_bound_below(tmp_path: Path) -> None:

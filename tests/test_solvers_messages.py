@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError
@@ -15,6 +17,7 @@ from mmplan.simulation.step import peak_bytes
 from mmplan.solvers.communicators import PlacedModule
 from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.problem import Problem
+from mmplan.solvers.stage_rows import largest_rows
 from tests.programs import in_flight
 from tests.solving import run_solve, workload
 from tests.test_convex import problem_of
@@ -32,12 +35,12 @@ def check(folder: Path, name: str, seed: int) -> int:
     rng = np.random.default_rng(seed)
     devices, batch = int(rng.integers(6, 17)), int(rng.choice([12, 24]))
     job = workload(JOBS[name], batch=batch, losses=LOSSES)
-    given = costs_of(rng, devices)
-    problem = problem_of(job, given, devices)
+    costs = costs_of(rng, devices)
+    problem = problem_of(job, costs, devices)
     found, refused = 0, list[str]()
     for solver in SOLVERS:
         try:
-            plan = run_solve(folder, job, given, solver=solver, top=1)
+            plan = run_solve(folder, job, costs, solver=solver, top=1)
         except InfeasibleError as error:
             refused.append(error.message)
             continue
@@ -88,3 +91,15 @@ def test_no_rank_holds_more_than_is_said(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_no_rank_holds_more_than_is_said_often(tmp_path: Path, name: str) -> None:
     assert sum(check(tmp_path, name, seed) for seed in range(10, 30)) > 200
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8))
+def test_no_row_is_above_the_largest_ones(rows: list[tuple[int, ...]]) -> None:
+    found = largest_rows(np.array(rows, dtype=np.float64)).tolist()
+
+    def reached(i: int, j: int) -> bool:
+        return all(a <= b for a, b in zip(rows[i], rows[j], strict=True))
+
+    assert all(any(reached(i, j) for j in found) for i in range(len(rows)))
+    assert not any(reached(i, j) for i in found for j in found if i != j)
+    assert all(rows.index(rows[i]) == i for i in found)

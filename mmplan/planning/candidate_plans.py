@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from mmplan.errors import InvalidInputError
@@ -39,11 +40,8 @@ INSTRUCTIONS_PER_S = 100_000
 INSTRUCTIONS_PER_PLAN = 1_000
 # Ranks of units that are lowered in the time of one instruction.
 RANKS_PER_INSTRUCTION = 2
-# Instructions of a plan for each of its computes, about: some are messages.
-INSTRUCTIONS_PER_COMPUTE = 6
-# The same at most for each forward of all replicas. Plans whose replicas are alike take far fewer,
-# since one of them is simulated.
-MOST_PER_FORWARD = 20
+# Instructions of a plan for each of its forwards, about: it has backwards and messages too.
+INSTRUCTIONS_PER_FORWARD = 6
 # The first plans of each kind are simulated whatever their formulas say up to so many instructions,
 # small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
 # of devices all are simulated.
@@ -107,6 +105,13 @@ class CandidatePlans:
     def instructions_of(self, plan: Plan) -> int:
         """Of a plan that was compiled."""
         return self._instructions[_what_runs(plan)]
+
+    def about_instructions(self, solution: Solution, candidate: Candidate) -> int:
+        """Of the candidate's plan, about; 0 where it cannot run."""
+        with suppress(InvalidInputError):
+            lowered = lower_plan(self.plan(solution, candidate))
+            return INSTRUCTIONS_PER_FORWARD * num_forwards(lowered)
+        return 0
 
     def attempt(
         self,
@@ -173,10 +178,10 @@ class CandidatePlans:
             plan = self.simulated(plan)
             return plan, peak_bytes(plan.predicted)
         lowered = lower_plan(plan)
-        computes = sum(sum(stage.rounds) for stage in lowered.simulated_graph.stages)
+        forwards = num_forwards(lowered)
         ranks = sum(u.dp * u.pp * u.tp for u in plan.units)
-        self.effort += INSTRUCTIONS_PER_PLAN + computes + ranks // RANKS_PER_INSTRUCTION
-        if INSTRUCTIONS_PER_COMPUTE * computes > most:
+        self.effort += INSTRUCTIONS_PER_PLAN + forwards + ranks // RANKS_PER_INSTRUCTION
+        if INSTRUCTIONS_PER_FORWARD * forwards > most:
             return plan, 0.0
         if limit_s < math.inf:
             least_s = least_step_s(plan, self.request.costs, lowered, as_planned=True)
@@ -267,9 +272,13 @@ def _what_runs(plan: Plan) -> Hashable:
     return settings, plan.units, plan.losses, plan.waves
 
 
-def computes_of(units: Sequence[Unit]) -> int:
-    """Forwards of a round, on all stages of all replicas."""
-    return sum(len(unit.blocks) * sum(map(len, unit.microbatches)) for unit in units)
+def num_forwards(lowered: LoweredPlan) -> int:
+    """Forwards of all ranks that are simulated."""
+    return sum(
+        len(group) * len(row)
+        for stage in lowered.simulated_graph.stages
+        for group, row in zip(stage.ranks, stage.microbatches, strict=True)
+    )
 
 
 def planned_tasks(request: Request) -> dict[str, PlannedTask]:

@@ -15,9 +15,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning.candidate_plans import (
     INSTRUCTIONS_OF_FIRST,
     INSTRUCTIONS_PER_S,
-    MOST_PER_FORWARD,
     CandidatePlans,
-    computes_of,
 )
 from mmplan.planning.largest_sync_batch import largest_sync_batches
 from mmplan.planning.lower_bound import lower_bound
@@ -300,12 +298,13 @@ class _PlanSearch:
             return math.inf if all_of_them or len(plans) < 2 else as_fast_as(plans)
 
         places: list[tuple[int, SimulatedPlan]] = []
-        by_size = sorted(range(len(first)), key=lambda i: computes_of(first[i][1].units))
+        sizes = [self._plans.about_instructions(*pair) for pair in first]
+        by_size = sorted(range(len(first)), key=sizes.__getitem__)
         for position, place in enumerate(by_size):
             solution, candidate = first[place]
             progress(position, total, f"simulated, now {solution.solver}")
-            most = self._plans.effort + MOST_PER_FORWARD * computes_of(candidate.units)
-            own_s = limit_s() if most > INSTRUCTIONS_OF_FIRST else math.inf
+            is_large = self._plans.effort + sizes[place] > INSTRUCTIONS_OF_FIRST
+            own_s = limit_s() if is_large else math.inf
             if candidate.objective_s <= FORMULA_SLACK * own_s:
                 found = [*self._plans.attempt(solution, candidate, own_s)]
                 plans += found

@@ -47,8 +47,10 @@ def with_uneven_shares(
     """
     free = [
         index
-        for index, unit in enumerate(plan.units)
-        if unit.dp > 1 and not unit.items and not workload.modules[unit.module].plan.microbatch
+        for index, others in enumerate(_others_beside(plan.units))
+        if len(others) > 1
+        and not plan.units[index].items
+        and not workload.modules[plan.units[index].module].plan.microbatch
     ]
     is_better = bool(free)
     while is_better:
@@ -61,6 +63,21 @@ def with_uneven_shares(
                 plan, is_better = found, True
                 break
     return plan
+
+
+def _others_beside(units: Sequence[Unit]) -> list[set[frozenset[int]]]:
+    """Of each unit, the different sets of units on the devices of its replicas."""
+    there: defaultdict[int, set[int]] = defaultdict(set)
+    for index, unit in enumerate(units):
+        for rank in unit.all_ranks:
+            there[rank].add(index)
+    return [
+        {
+            frozenset[int]().union(*(there[rank] for rank in unit.grid.replica(d)))
+            for d in range(unit.dp)
+        }
+        for unit in units
+    ]
 
 
 class _Work:

@@ -6,6 +6,8 @@ Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-ba
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import ScheduleKind
 from mmplan.solvers.communicators import PlacedModules, communicator_counts
-from mmplan.solvers.messages import bytes_beside, stage_messages
+from mmplan.solvers.messages import StageMessages, bytes_beside, stage_messages
 from mmplan.solvers.problem import Blocks, Problem
 
 # Columns of a position's bytes at tp 1: parameters that train and others, share of the activations
@@ -52,6 +54,7 @@ def stage_rows(
     cuts: tuple[Blocks, ...],
     pp: int,
     placed: PlacedModules | None = None,
+    of_stage: Callable[[Blocks], StageMessages] | None = None,
 ) -> Floats:
     """[P, 19], columns above.
 
@@ -62,11 +65,14 @@ def stage_rows(
         pp: positions.
         placed: the module, and others on the same devices: their communicators are not counted.
             Default: it is alone there.
+        of_stage: a stage's messages, where they are known.
     """
     own, count = problem.module_costs(module).stages(cuts), len(cuts)
     vpp = count // pp
     after = np.arange(count)[::-1]
-    messages = [stage_messages(problem, module, cut, placed or {}) for cut in cuts]
+    if of_stage is None:
+        of_stage = partial(stage_messages, problem, module, placed=placed or {})
+    messages = list(map(of_stage, cuts))
     per_chunk = np.zeros((count, NUM_COLUMNS))
     per_chunk[:, TRAINED_NUMBERS], per_chunk[:, FROZEN_NUMBERS] = own.trained, own.frozen
     held = np.stack([own.held, own.outputs, [each.carried for each in messages]], axis=1)
@@ -100,12 +106,11 @@ def stage_rows(
 
 
 def largest_rows(rows: Floats) -> Indices:
-    """Rows [n, columns] that no other one equals or exceeds in every column."""
-    _, first = np.unique(rows, axis=0, return_index=True)
-    unique = rows[first]
-    exceeded = np.all(unique[:, None] <= unique[None], axis=2)
-    np.fill_diagonal(exceeded, False)
-    return first[~np.any(exceeded, axis=1)]
+    """Rows [n, columns] that no other one reaches in every column; of equal ones the first."""
+    reached = np.all(rows[:, None] <= rows[None], axis=2)
+    # Equal rows reach each other: of these only by one before it.
+    by_one_before = np.tri(len(rows), k=-1, dtype=np.bool_)
+    return np.flatnonzero(~np.any(reached & (by_one_before | ~reached.T), axis=1))
 
 
 class StageBytes:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
@@ -39,8 +38,6 @@ RATES = 256
 # Shares of the steady time that the backbone's own stage answers for (see _Bounds), None for
 # its share of the devices.
 SHARES = (None, 0.0, 0.5, 1.0)
-# A number of replicas that leaves no optimizer state to any of them.
-MANY = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +264,14 @@ class _Bounds:
         batch, tables = pipelines.problem.task.batch, pipelines.tables
         others = {k: own for k, own in enumerate(tables) if k != self._k}
         hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
-        self._fewest = sum(_fewest(own, self._after[k]) for k, own in others.items())
+        self._fewest = sum(
+            int(_fitting(own, self._after[k]).devices.min(initial=UNLIMITED))
+            for k, own in others.items()
+        )
+        # [T, Q], whether the backbone fits with the smallest micro-batch.
+        self._fits = np.zeros((len(self._own.tps), len(self._own.shapes.pp)), dtype=np.bool_)
+        fitting = _fitting(self._own, self._after[self._k])
+        self._fits[fitting.tp, fitting.shape] = True
         self.empty = any(not len(hull) for hull in hulls.values())
         self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
         self._added = [] if self.empty else self._paths_added(hulls)
@@ -296,6 +300,7 @@ class _Bounds:
         fewest_G = np.array([frame.fewest for frame in frames])
         size = np.array([frames[0].microbatch])
         rows = own.rows(dp_G, min(devices - self._fewest, self._pipelines.most[self._k]))
+        rows = rows.where(self._fits[rows.tp, rows.shape])
         limit = own.depth_limit(rows, size, steps_G[rows.b], fewest_G[rows.b])
         rows = rows.where(limit >= self._after[self._k])
         # A module alone may take them all.
@@ -319,17 +324,6 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _may_be_followed(
-    own: ModuleTables, rows: OptionRows, size_B: Ints, after: int
-) -> NDArray[np.bool_]:
-    """[R]: whether so many stages may follow.
-
-    That is with one micro-batch, and with the replicas that need least memory.
-    """
-    each = (rows._replace(dp=np.full_like(rows.dp, dp)) for dp in (1, MANY))
-    return np.maximum(*(own.depth_limit(some, size_B, 1) for some in each)) >= after
-
-
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
     spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
@@ -340,14 +334,13 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     rows = own.rows(np.ones_like(size_B), UNLIMITED)
     stage, warm = own.times(rows, size_B)
     work = rows.devices * stage / last_B[rows.b]
-    fits = _may_be_followed(own, rows, size_B, after)
+    fits = own.most_after(rows, size_B) >= after
     fits &= own.shapes.vpp[rows.shape] == 1
     return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
-def _fewest(own: ModuleTables, after: int) -> int:
-    """A bound on the devices of a module."""
+def _fitting(own: ModuleTables, after: int) -> OptionRows:
+    """The options of one replica that may fit with micro-batches of one sample."""
     one = np.ones(1, dtype=np.int64)
     rows = own.rows(one, UNLIMITED)
-    fits = _may_be_followed(own, rows, one, after)
-    return int(rows.devices[fits].min(initial=UNLIMITED))
+    return rows.where(own.most_after(rows, one) >= after)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from mmplan.arrays import Floats, Ints, NumberT
 from mmplan.program.schedules.interleaved_1f1b import largest_group
 from mmplan.solvers.convex.branch_and_bound import Options, QuickOptions
 from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
+from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
@@ -92,7 +94,12 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         stages = problem.module_costs(module).stages(own)
         columns = np.hstack([stages.shares, _sent(problem, module, stages)])
         seconds.append(summed_by_position(columns, pp))
-    rows = [stage_rows(problem, module, own, pp) for own, (pp, _) in zip(cuts, shapes, strict=True)]
+    # Many shapes have the same stages.
+    messages = cache(partial(stage_messages, problem, module, placed={}))
+    rows = [
+        stage_rows(problem, module, own, pp, of_stage=messages)
+        for own, (pp, _) in zip(cuts, shapes, strict=True)
+    ]
     numbers = np.array([own[:, TRAINED_NUMBERS].max() for own in rows])
     fullest = [own[largest_rows(own)] for own in rows]
     return Shapes(
@@ -124,6 +131,8 @@ def _padded(rows: Sequence[Floats]) -> Floats:
     return np.stack([row[np.minimum(np.arange(most), len(row) - 1)] for row in rows])
 
 
+# A number of replicas that leaves no optimizer state to any of them.
+MANY = 2**40
 # Quotients of bytes this close to a whole number are it.
 ROUNDING = 1e-9
 VPP = (1, 2, 4)
@@ -449,6 +458,13 @@ class ModuleTables:
         """
         held = self._held(rows, size_B, steps, fewest)
         return held.depth_limit(held.free(rows.dp, self.problem.memory_bytes))
+
+    def most_after(self, rows: OptionRows, size_B: Ints) -> Ints:
+        """[R]: :meth:`depth_limit` with one micro-batch, and replicas that need least memory."""
+        held = self._held(rows, size_B, 1)
+        dp_R = (np.full_like(rows.dp, dp) for dp in (1, MANY))
+        each = (held.depth_limit(held.free(dp, self.problem.memory_bytes)) for dp in dp_R)
+        return np.maximum(*each)
 
     def needed_bytes(self, dp: int, size: int, steps: int, after: int) -> float:
         """The least bytes of the fullest device with ``after`` stages after the module."""
