@@ -38,8 +38,9 @@ from mmplan.solvers.registry import BASELINES
 INSTRUCTIONS_PER_S = 100_000
 # Instructions that each plan counts beside its own: a small one takes time too.
 INSTRUCTIONS_PER_PLAN = 1_000
-# Ranks of units that are lowered in the time of one instruction.
+# Ranks of units, and forwards, that are lowered in the time of one instruction.
 RANKS_PER_INSTRUCTION = 2
+FORWARDS_PER_INSTRUCTION = 16
 # Instructions of a plan for each of its forwards, about: it has backwards and messages too.
 INSTRUCTIONS_PER_FORWARD = 6
 # The first plans of each kind are simulated whatever their formulas say up to so many instructions,
@@ -180,7 +181,8 @@ class CandidatePlans:
         lowered = lower_plan(plan)
         forwards = num_forwards(lowered)
         ranks = sum(u.dp * u.pp * u.tp for u in plan.units)
-        self.effort += INSTRUCTIONS_PER_PLAN + forwards + ranks // RANKS_PER_INSTRUCTION
+        self.effort += INSTRUCTIONS_PER_PLAN
+        self.effort += forwards // FORWARDS_PER_INSTRUCTION + ranks // RANKS_PER_INSTRUCTION
         if INSTRUCTIONS_PER_FORWARD * forwards > most:
             return plan, 0.0
         if limit_s < math.inf:

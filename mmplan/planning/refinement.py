@@ -32,7 +32,7 @@ POLISHED_BY = 0.999
 POLISHED_WHOLLY = 0.06
 # A change that takes more than the effort divided by this is not simulated: a plan of few
 # instructions gets many where its replicas are cut unevenly. Chosen by hand.
-POLISHED_OFTEN = 5
+POLISHED_OFTEN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
