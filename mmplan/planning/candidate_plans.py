@@ -40,7 +40,7 @@ INSTRUCTIONS_PER_S = 100_000
 INSTRUCTIONS_PER_PLAN = 1_000
 # Ranks of units, and forwards, that are lowered in the time of one instruction.
 RANKS_PER_INSTRUCTION = 2
-FORWARDS_PER_INSTRUCTION = 16
+FORWARDS_PER_INSTRUCTION = 4
 # Instructions of a plan for each of its forwards, about: it has backwards and messages too.
 INSTRUCTIONS_PER_FORWARD = 6
 # The first plans of each kind are simulated whatever their formulas say up to so many instructions,

@@ -23,6 +23,8 @@ NEIGHBOURS = "neighbours"
 # Other orders and backwards are tried of plans that take up to this times the best step; chosen by
 # hand: orders alone may gain a quarter.
 REFINED_WITHIN = 2
+# Simulations that this takes at least: of its order, its cuts and its backwards.
+LEAST_SIMULATIONS = 3
 # Split backwards in an order of their own are tried of plans that take up to this times the best
 # refined step.
 BOTH_WITHIN = 1.05
@@ -104,7 +106,8 @@ class Refinement:
                 continue
             limit_s = math.inf if all_of_them else as_fast_as(x.final for x in found)
             spent = self._plans.effort - effort_before
-            if spent and spent + self._plans.instructions_of(first.plan) > INSTRUCTIONS_OF_FIRST:
+            own = LEAST_SIMULATIONS * self._plans.instructions_of(first.plan)
+            if spent and spent + own > INSTRUCTIONS_OF_FIRST:
                 continue  # it is large, and was not the best
             least_s = least_step_s(first.plan, self._request.costs)
             if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
