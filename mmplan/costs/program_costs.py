@@ -22,6 +22,7 @@ from mmplan.program.model import (
     BlockReduction,
     CrossSampleLoss,
     Edge,
+    Graph,
     LossReduction,
     Program,
     Reduction,
@@ -69,6 +70,11 @@ class ProgramCosts:
     Attributes:
         compute_slowdown: times that a compute takes beside a collective of its device.
     """
+
+    @classmethod
+    def of_lowered(cls, plan: Plan, graph: Graph, costs: CostModel) -> ProgramCosts:
+        """Costs of a plan that is not compiled yet."""
+        return cls(Program.of(plan, graph, [()] * plan.devices), costs, plan)
 
     def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
         self.program = program

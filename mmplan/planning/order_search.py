@@ -19,7 +19,7 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.planning.measured_trials import AS_FAST, rounded
 from mmplan.program.instructions import Op
-from mmplan.program.model import BlockReduction, Program
+from mmplan.program.model import BlockReduction
 from mmplan.program.schedules.global_order import Event, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import order_stages
 from mmplan.program.schedules.registry import POLICIES
@@ -114,7 +114,7 @@ class OrderSearch:
 def _sums(plan: Plan, costs: CostModel) -> dict[str, int]:
     """By module the time of a block's sum; none where all sums of a rank are of the same ranks."""
     graph = lower_plan(plan).graph
-    whole = ProgramCosts(Program.of(plan, graph, ()), costs, plan)
+    whole = ProgramCosts.of_lowered(plan, graph, costs)
     seconds: defaultdict[str, float] = defaultdict(float)
     first_of: dict[int, tuple[int, ...]] = {}
     are_apart = False
@@ -157,7 +157,7 @@ class _Estimates:
         self._plan = plan
         lowered = lower_plan(plan)
         self._stages, self._graph = lowered.graph.stages, lowered.simulated_graph
-        self._costs = ProgramCosts(Program.of(plan, lowered.graph, ()), costs, plan)
+        self._costs = ProgramCosts.of_lowered(plan, lowered.graph, costs)
         self._links = [edge_links(self._graph.stages, edge) for edge in self._graph.edges]
 
     def best_of_each_lead(self, leads: Sequence[int], *, below_s: float) -> list[Plan]:

@@ -17,7 +17,7 @@ from mmplan.arrays import Floats
 from mmplan.costs.hardware import load_hardware
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.program.instructions import Op
-from mmplan.program.model import Program, Stage
+from mmplan.program.model import Stage
 from mmplan.program.symmetry_classes import lower_plan
 from mmplan.schema.plan import Plan, Unit
 from mmplan.schema.workload import Workload
@@ -91,7 +91,7 @@ class _Work:
     def __init__(self, plan: Plan, costs: CostModel) -> None:
         self._units = plan.units
         graph = lower_plan(plan).graph
-        whole = ProgramCosts(Program.of(plan, graph, ()), costs, plan)
+        whole = ProgramCosts.of_lowered(plan, graph, costs)
         self._load_s: defaultdict[int, float] = defaultdict(float)
         # By unit, of a sample more in its slowest stage.
         self._sample_s: defaultdict[str, float] = defaultdict(float)

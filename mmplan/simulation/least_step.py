@@ -13,7 +13,6 @@ from functools import cache
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.program.instructions import Op
-from mmplan.program.model import Program
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.plan import Plan
 
@@ -41,7 +40,7 @@ def least_step_s(
     """
     lowered = lower_plan(plan) if lowered is None else lowered
     stages = lowered.graph.stages
-    own_costs = ProgramCosts(Program.of(plan, lowered.graph, [()] * plan.devices), costs, plan)
+    own_costs = ProgramCosts.of_lowered(plan, lowered.graph, costs)
     # By consumer, the stages of each module that feed it.
     producers: _StagesByModule = defaultdict(lambda: defaultdict(set))
     returns: _StagesByModule = defaultdict(lambda: defaultdict(set))

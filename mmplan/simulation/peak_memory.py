@@ -35,7 +35,7 @@ from mmplan.costs.program_costs import (
     passed_blocks,
 )
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
-from mmplan.program.model import BlockReduction, CrossSampleLoss, MicroBatch, Program, Stage
+from mmplan.program.model import BlockReduction, CrossSampleLoss, MicroBatch, Stage
 from mmplan.program.reduction_starts import is_cut
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.program.sent_messages import MessagesUnderWay
@@ -635,8 +635,7 @@ def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None
     """
     lowered = lower_plan(plan) if lowered is None else lowered
     graph = lowered.graph
-    program = Program.of(plan, graph, [()] * plan.devices)
-    program_costs = ProgramCosts(program, costs, plan)
+    program_costs = ProgramCosts.of_lowered(plan, graph, costs)
     kept = lowered.simulated_graph.stages
     first_ranks = {group[0] for stage in kept for group in stage.ranks}
     fixed = {rank: program_costs.static_bytes(rank) for rank in first_ranks}
