@@ -138,11 +138,12 @@ def case(name: str) -> Case:
     """The case of a name."""
     for item in SHIPPED:
         if shipped_name(item) == name:
-            return _shipped(item)
+            return shipped(item)
     return random_case(next(seed for seed in range(RANDOM) if random_name(seed) == name))
 
 
-def _shipped(item: Shipped) -> Case:
+def shipped(item: Shipped) -> Case:
+    """The case of a workload of examples/."""
     path = EXAMPLES / item.path
     job = load_workload(path)
     costs = analytic_profile(job, path.parent, load_cluster(item.cluster))
@@ -191,11 +192,13 @@ def _module(rng: random.Random, per_node: int) -> dict[str, Any]:
     )
 
 
-def _mse(module: str) -> dict[str, Any]:
+def mse(module: str) -> dict[str, Any]:
+    """The loss of one module."""
     return {"factory": "mmplan.zoo.losses:mse", "inputs": [module, "y"]}
 
 
-def _clip(first: str, second: str, sync_batch: int) -> dict[str, Any]:
+def clip(first: str, second: str, sync_batch: int) -> dict[str, Any]:
+    """The contrastive loss of two modules."""
     return {
         "factory": "mmplan.zoo.losses:clip",
         "inputs": [first, second],
@@ -215,7 +218,7 @@ def _chain(rng: random.Random, modules: str, batch: int, train: Mapping[str, Any
     specs |= {then: {"inputs": [name]} for name, then in pairwise(modules)}
     if rng.random() < 0.3:
         specs[modules[0]] = {"frozen": True}
-    return workload(specs, batch=batch, losses={"loss": _mse(modules[-1])}, train=train)
+    return workload(specs, batch=batch, losses={"loss": mse(modules[-1])}, train=train)
 
 
 def _tree(rng: random.Random, modules: str, batch: int, train: Mapping[str, Any]) -> Workload:
@@ -230,17 +233,17 @@ def _tree(rng: random.Random, modules: str, batch: int, train: Mapping[str, Any]
     specs = {name: {"inputs": own} for name, own in inputs.items()}
     if rng.random() < 0.3:
         specs[modules[0]]["frozen"] = True  # type: ignore[assignment]
-    return workload(specs, batch=batch, losses={"loss": _mse(last)}, train=train)
+    return workload(specs, batch=batch, losses={"loss": mse(last)}, train=train)
 
 
 def _tasks(rng: random.Random, modules: str, batch: int, train: Mapping[str, Any]) -> Workload:
     """Pairs of towers, and one module on its own; modules are in several tasks."""
     pairs = list(pairwise(modules))[: rng.randint(1, 3)]
-    losses = {f"{a}{b}": _clip(a, b, batch) for a, b in pairs}
+    losses = {f"{a}{b}": clip(a, b, batch) for a, b in pairs}
     tasks: dict[str, Any] = {
         f"T{a}{b}": {"modules": [a, b], "losses": [f"{a}{b}"]} for a, b in pairs
     }
-    losses["own"] = _mse(modules[-1])
+    losses["own"] = mse(modules[-1])
     half = max(1, batch // rng.choice([1, 2]))
     tasks["Town"] = {"modules": [modules[-1]], "losses": ["own"], "batch": half}
     used = {name for spec in tasks.values() for name in spec["modules"]}

@@ -19,7 +19,7 @@ from mmplan.solvers.convex.branch_and_bound import (
     best_plans,
     plan_value,
 )
-from mmplan.solvers.pareto import pareto_rows
+from mmplan.solvers.pareto import lower_hull, pareto_rows, sum_of_hulls
 
 Edges = list[tuple[int, int]]
 # Producers before consumers; the last module of the first group is the only one.
@@ -148,6 +148,51 @@ def test_several_plans_are_sorted_different_and_real(name: str) -> None:
         for f in found:
             steps, options = groups[f.group]
             assert plan_value(options, f.choice, steps, edges) == f.value_s
+
+
+@pytest.mark.parametrize("steps", [1, 2, 16])
+def test_a_chain_of_many_modules_ends(steps: int) -> None:
+    """By enumeration there are more than 10 to the power of 30 plans."""
+    work, devices = [1.0 + k % 5 for k in range(24)], 72
+    options = [
+        Options(
+            devices=np.arange(1, 25),
+            warm_s=own / np.arange(1, 25),
+            stage_s=own / np.arange(1, 25),
+            reduce_s=np.zeros(24),
+            depth=np.ones(24, dtype=np.int64),
+            depth_limit=np.full(24, 100),
+        )
+        for own in work
+    ]
+    # Under each limit of a stage's time, the least sum of warm-ups by devices.
+    expected = np.inf
+    for limit_s in {float(own.stage_s[row]) for own in options for row in range(len(own))}:
+        least = np.append(0.0, np.full(devices, np.inf))
+        for own in work:
+            ways = [
+                np.append(np.full(d, np.inf), least[:-d] + own / d)
+                for d in range(1, 25)
+                if own / d <= limit_s
+            ]
+            least = np.min(ways, axis=0) if ways else np.full(devices + 1, np.inf)
+        expected = min(expected, least.min() + (steps - 1) * limit_s)
+    edges = list(itertools.pairwise(range(24)))
+    found = best_plans(as_groups([(steps, options)]), edges, devices=devices)
+    assert found[0].value_s == pytest.approx(expected)
+
+
+def test_sums_of_hulls_are_below_every_choice_of_points() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(100):
+        points = [rng.integers(0, 20, (int(rng.integers(1, 6)), 2)).astype(float) for _ in range(3)]
+        x, y = sum_of_hulls([lower_hull(own) for own in points]).T
+        sums = np.array([np.sum(chosen, axis=0) for chosen in itertools.product(*points)])
+        assert (np.interp(sums[:, 0], x, y) <= sums[:, 1] + 1e-9).all()
+        # Each corner is a choice.
+        assert all(
+            (np.abs(sums - corner) < 1e-9).all(axis=1).any() for corner in zip(x, y, strict=True)
+        )
 
 
 def test_tight_bounds_of_groups_change_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -88,6 +88,21 @@ def lower_hull(points: Floats) -> Floats:
             hull.pop()
         hull.append((x, y))
     return np.array(hull).reshape(-1, 2)
+
+
+def sum_of_hulls(hulls: Sequence[Floats]) -> Floats:
+    """Corners [h, 2], by ascending x, of the least sum of y for each sum of x.
+
+    One point of each hull is chosen, or a mix of two: no choice of points has less.
+
+    Args:
+        hulls: of :func:`lower_hull`, at least one.
+    """
+    start = np.sum([hull[0] for hull in hulls], axis=0)
+    steps = np.concatenate([np.diff(hull, axis=0) for hull in hulls])
+    # Those that lower y most for each unit of x come first.
+    steps = steps[np.argsort(steps[:, 1] / steps[:, 0], kind="stable")]
+    return np.cumsum(np.vstack([start, steps]), axis=0)
 
 
 def _dominated(rows: Floats, others: Floats) -> NDArray[np.bool_]:

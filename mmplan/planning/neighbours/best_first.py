@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.planning.measured_trials import rounded
-from mmplan.planning.neighbours.changes import ESTIMATE_S, Tuning
+from mmplan.planning.neighbours.changes import Tuning
 from mmplan.planning.neighbours.layout import PlanLayout, UnitChoice
 from mmplan.planning.neighbours.trials import LayoutTrials, degrees_of, merit
 from mmplan.schema.plan import OrderRule, Plan
@@ -213,7 +213,7 @@ class BestFirstSearch:
         """Changes in another order: what is good about them may not be seen in the usual one."""
         tuned = (other for _, other in self._changes.tuned(layout))
         for other in (layout, *tuned, *self._changes.neighbours(layout)):
-            if any(len(group) > 1 for group in other.groups):
+            if other is not None and any(len(group) > 1 for group in other.groups):
                 yield replace(other, rule=_EAGER)
 
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
@@ -281,11 +281,11 @@ class BestFirstSearch:
         self._tunings |= tuned
         self._push(tuned, own, step_s)
 
-    def _push(self, others: Iterable[PlanLayout], own: _Centre, limit_s: float) -> None:
+    def _push(self, others: Iterable[PlanLayout | None], own: _Centre, limit_s: float) -> None:
         """Layouts to try later, those first that should take least.
 
         Args:
-            others: two changes at most from ``own``.
+            others: two changes at most from ``own``; None where one was made in vain.
             limit_s: the search goes on from those that take less.
         """
         step_s = own.plan.predicted.iteration_s
@@ -295,9 +295,10 @@ class BestFirstSearch:
         for other in others:
             if budget.is_over:
                 return
-            if other not in self._seen:
+            budget.spend(self._changes.made_s)
+            if other is not None and other not in self._seen:
                 self._seen.add(other)
-                budget.spend(ESTIMATE_S)
+                budget.spend(self._changes.estimate_s)
                 if self._estimates.busiest_s(other) >= self._best_s:
                     continue
                 expected_s = step_s / estimated_s * self._estimates.estimate_s(other)

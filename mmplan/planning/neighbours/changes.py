@@ -26,7 +26,11 @@ _EIGHTHS = 8
 _UNIFORM_COUNTS = (1, 2, 4, 8, 16, 64)
 _UNIFORM_KEPT = 4
 # Estimates are paid for too: seconds of a quiet core.
-ESTIMATE_S = 5e-5
+_ESTIMATE_S = 5e-5
+# Of many units making a layout and its estimate take longer: each by so much of each further unit.
+# Chosen by hand.
+_FEW_UNITS = 20
+_UNIT_S = 1e-5
 
 
 class LayoutChanges:
@@ -35,10 +39,16 @@ class LayoutChanges:
     Args:
         space: of the layouts.
         estimates: of them.
+
+    Attributes:
+        made_s: seconds of a quiet core that each layout takes, whether or not it is tried.
+        estimate_s: that an estimate of one takes.
     """
 
     def __init__(self, space: LayoutSpace, estimates: LayoutEstimates) -> None:
         self._space, self._estimates = space, estimates
+        self.made_s = _UNIT_S * max(0, len(space.modules) - _FEW_UNITS)
+        self.estimate_s = _ESTIMATE_S + self.made_s
         self._request = space.request
         # Their backwards may be split, where they send gradients to other stages.
         self._free_backwards = [
@@ -50,8 +60,11 @@ class LayoutChanges:
             if problem.task.sync_batches and problem.rounds > 1
         ]
 
-    def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout]:
-        """Layouts one change away that the devices and the workload's pins allow."""
+    def neighbours(self, layout: PlanLayout) -> Iterator[PlanLayout | None]:
+        """Layouts one change away that the workload's pins allow.
+
+        None is for each that needs too many devices: it took time too.
+        """
         changes = itertools.chain(
             self._of_units(layout),
             self._of_all_sizes(layout),
@@ -62,24 +75,24 @@ class LayoutChanges:
             self._alike(layout),
             self._shifted(layout),
         )
-        for other in changes:
-            if other.devices <= self._request.devices:
-                yield self.with_usual_leads(other)
+        yield from map(self._if_it_fits, changes)
 
-    def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout]:
+    def _if_it_fits(self, layout: PlanLayout) -> PlanLayout | None:
+        """The layout with its usual leads; None where it needs too many devices."""
+        return self.with_usual_leads(layout) if layout.devices <= self._request.devices else None
+
+    def pairs(self, layout: PlanLayout) -> Iterator[PlanLayout | None]:
         """Layouts two changes away: of groups and then any, or of different units.
 
         Units with the same parameters come first, and all of them change together.
         """
-        yield from map(self.with_usual_leads, self._cut_alike(layout))
+        yield from map(self._if_it_fits, self._cut_alike(layout))
         for other in itertools.chain(self._merged(layout), self._split(layout)):
             yield from self.neighbours(other)
         single = [list(self._choices_near(i, layout)) for i in range(len(layout.choices))]
         for first, second in itertools.combinations(range(len(single)), 2):
             for one, other in itertools.product(single[first], single[second]):
-                changed = layout.with_choices({first: one, second: other})
-                if changed.devices <= self._request.devices:
-                    yield self.with_usual_leads(changed)
+                yield self._if_it_fits(layout.with_choices({first: one, second: other}))
 
     def _cut_alike(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         """All units with the same parameters under the same degrees, those near to one's own."""
@@ -107,9 +120,7 @@ class LayoutChanges:
                     )
                     for index in own
                 }
-                changed = layout.with_choices({i: c for i, c in others.items() if c is not None})
-                if changed.devices <= self._request.devices:
-                    yield changed
+                yield layout.with_choices({i: c for i, c in others.items() if c is not None})
 
     def _of_units(self, layout: PlanLayout) -> Iterator[PlanLayout]:
         for index in range(len(layout.choices)):
@@ -505,7 +516,7 @@ class LayoutChanges:
         found: dict[tuple[tuple[int, ...], int], list[dict[int, UnitChoice]]] = {}
         for parts in self._in_parts():
             # Of many modules there are more parts than can be looked at.
-            budget.spend(ESTIMATE_S)
+            budget.spend(self.estimate_s)
             for key in parts:
                 if budget.is_over:
                     return
@@ -549,7 +560,7 @@ class LayoutChanges:
                     own = {i: self._uniform_choice(i, tp, pp, devices, count) for i in group}
                     chosen = {i: choice for i, choice in own.items() if choice is not None}
                     if len(chosen) == len(group):
-                        budget.spend(ESTIMATE_S)
+                        budget.spend(self.estimate_s)
                         about_s = self._estimates.group_s(tuple(chosen.items()))
                         ranked.append((about_s, len(ranked), chosen))
                 pp *= 2
@@ -559,7 +570,7 @@ class LayoutChanges:
         for _, _, chosen in ranked:
             if len(found) == _UNIFORM_KEPT or budget.is_over:
                 break
-            budget.spend(ESTIMATE_S)
+            budget.spend(self.estimate_s)
             held = self._estimates.least_group_bytes(tuple(chosen.items()))
             # What takes longer has to hold less.
             if held < min(least_bytes, self._request.cluster.device.memory_bytes):
@@ -583,7 +594,7 @@ class LayoutChanges:
         held = self._estimates.least_bytes(layout) if self._space.units_of(layout) else math.inf
         while held > self._request.cluster.device.memory_bytes and not budget.is_over:
             others = [o for o in self._of_units(layout) if o.devices <= self._request.devices]
-            budget.spend(ESTIMATE_S * len(others))
+            budget.spend(self.estimate_s * len(others))
             ranked = sorted(
                 (self._estimates.least_bytes(other), n) for n, other in enumerate(others)
             )

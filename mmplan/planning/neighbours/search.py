@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmplan.planning.neighbours.best_first import BestFirstSearch, Neighbours
-from mmplan.planning.neighbours.changes import ESTIMATE_S
 from mmplan.planning.neighbours.estimates import MOST_ZERO
 from mmplan.planning.neighbours.layout import PlanLayout
 from mmplan.planning.neighbours.trials import LayoutTrials, merit
@@ -86,7 +85,7 @@ class NeighbourSearch:
         heapq.heapify(heap)
         while heap and not self._trials.budget.is_over:
             _, _, layout = heapq.heappop(heap)
-            others = [layout, *self._trials.changes.neighbours(layout)]
+            others = [layout, *filter(None, self._trials.changes.neighbours(layout))]
             stages = range(min(layout.zero), MOST_ZERO + 1)
             for other, zero in itertools.product(others, stages):
                 if self._trials.budget.is_over:
@@ -132,7 +131,7 @@ class NeighbourSearch:
                 break
             for zero in range(least_zero, self._trials.estimates.most_zero(layout) + 1):
                 further = layout.cut_further(zero)
-                budget.spend(ESTIMATE_S)
+                budget.spend(self._trials.changes.estimate_s)
                 if self._trials.estimates.least_bytes(further) <= self._trials.memory_bytes:
                     estimate_s = self._trials.estimates.estimate_s(further)
                     estimated.append((estimate_s, len(estimated), further))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from mmplan.planning.measured_trials import rounded
-from mmplan.planning.neighbours.changes import ESTIMATE_S, LayoutChanges
+from mmplan.planning.neighbours.changes import LayoutChanges
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout
 from mmplan.planning.unit_schedules import SHORTER
@@ -79,13 +79,13 @@ class LayoutTrials:
 
     def needed(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device, by the estimate and what others held of activations."""
-        self.budget.spend(ESTIMATE_S)
+        self.budget.spend(self.changes.estimate_s)
         fixed_bytes, active_bytes = self.estimates.fullest(layout)
         return fixed_bytes + self._factors.get(_held_by(layout), 1.0) * active_bytes
 
     def least_bytes(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device at least."""
-        self.budget.spend(ESTIMATE_S)
+        self.budget.spend(self.changes.estimate_s)
         return self.estimates.least_bytes(layout)
 
     def small_budget(self) -> SearchBudget:

@@ -9,6 +9,7 @@ Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from mmplan.solvers.convex.module_tables import (
     OptionRows,
     Table,
 )
-from mmplan.solvers.pareto import lower_hull
+from mmplan.solvers.pareto import lower_hull, sum_of_hulls
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
@@ -254,7 +255,8 @@ class _Bounds:
 
         phi_k(rate) = min_o (warm_o + rate * tp pp stage_o / size_o),
 
-    concave, so that interpolating it on a grid keeps it a bound.
+    concave, so that interpolating it on a grid keeps it a bound. With few steps warm-ups matter
+    more than stages: they add up to the least sum for r devices at least, whatever tau is.
     """
 
     def __init__(self, pipelines: Pipelines) -> None:
@@ -263,7 +265,7 @@ class _Bounds:
         self._after = pipelines.depths_after
         batch, tables = pipelines.problem.task.batch, pipelines.tables
         others = {k: own for k, own in enumerate(tables) if k != self._k}
-        hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
+        hulls = {k: _Hulls.of(own, batch, self._after[k]) for k, own in others.items()}
         self._fewest = sum(
             int(_fitting(own, self._after[k]).devices.min(initial=UNLIMITED))
             for k, own in others.items()
@@ -272,21 +274,21 @@ class _Bounds:
         self._fits = np.zeros((len(self._own.tps), len(self._own.shapes.pp)), dtype=np.bool_)
         fitting = _fitting(self._own, self._after[self._k])
         self._fits[fitting.tp, fitting.shape] = True
-        self.empty = any(not len(hull) for hull in hulls.values())
+        self.empty = any(not len(own.work) for own in hulls.values())
         self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
-        self._added = [] if self.empty else self._paths_added(hulls)
+        edges = pipelines.edges
+        ends = _chains(self._k, [(c, p) for p, c in edges]), _chains(self._k, edges)
+        paths = [] if self.empty else [(*a, *b) for a, b in itertools.product(*ends)]
+        self._added = [self._path_added(hulls, path) for path in paths]
+        self._warm = [_least_warm(hulls, path) for path in paths]
 
-    def _paths_added(self, hulls: dict[int, Floats]) -> list[Floats]:
-        """phi on the grid, summed up along each path through the backbone."""
-        phi = {k: (h[:, :1] * self._rate + h[:, 1:]).min(axis=0) for k, h in hulls.items()}
-        off = {k: h[:, 0].min() * self._rate for k, h in hulls.items()}
-        edges = self._pipelines.edges
-        return [
-            sum((phi[k] if k in (*before, *after) else off[k] for k in hulls), np.zeros(1))
-            + np.zeros(len(self._rate))
-            for before in _chains(self._k, [(c, p) for p, c in edges])
-            for after in _chains(self._k, edges)
-        ]
+    def _path_added(self, hulls: Mapping[int, _Hulls], path: Sequence[int]) -> Floats:
+        """phi on the grid, summed up along a path through the backbone."""
+        total = np.zeros(len(self._rate))
+        for k, own in hulls.items():
+            work, warm = own.work[:, :1], own.work[:, 1:]
+            total += (work * self._rate + warm * (k in path)).min(axis=0)
+        return total
 
     def of(self, frames: Sequence[BackboneShape]) -> tuple[Floats, _BackboneTimes]:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
@@ -313,6 +315,9 @@ class _Bounds:
             rate = (1 - weight) * (steps - 1) * samples_G[rows.b] / left
             for added in self._added:
                 least = np.maximum(least, weight * steady + np.interp(rate, self._rate, added))
+        for devices_H, warm_H in self._warm:
+            each = left / samples_G[rows.b]
+            least = np.maximum(least, steady + np.interp(each, devices_H, warm_H))
         reduce_s = own.reduce_s(rows, size)
         np.minimum.at(bound, rows.b, warm + reduce_s + least)
         return bound, _BackboneTimes(rows.b, KnownTimes(warm, stage, reduce_s))
@@ -324,19 +329,41 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
-    """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
-    spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
-    sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
-    sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
-    # Times grow with the size: those of a range's start, shared out over its last size.
-    size_B, last_B = sizes[:-1], sizes[1:] - 1
-    rows = own.rows(np.ones_like(size_B), UNLIMITED)
-    stage, warm = own.times(rows, size_B)
-    work = rows.devices * stage / last_B[rows.b]
-    fits = own.most_after(rows, size_B) >= after
-    fits &= own.shapes.vpp[rows.shape] == 1
-    return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
+class _Hulls(NamedTuple):
+    """What a module takes for its warm-up that no mix of others beats: [H, 2] each.
+
+    Attributes:
+        work: device-seconds of a stage per sample, and warm-up.
+        devices: per sample of a step, and warm-up.
+    """
+
+    work: Floats
+    devices: Floats
+
+    @classmethod
+    def of(cls, own: ModuleTables, batch: int, after: int) -> _Hulls:
+        """Of all micro-batches and degrees that leave room for so many stages after it."""
+        spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
+        sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
+        sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
+        # Times grow with the size: those of a range's start, shared out over its last size.
+        size_B, last_B = sizes[:-1], sizes[1:] - 1
+        rows = own.rows(np.ones_like(size_B), UNLIMITED)
+        stage, warm = own.times(rows, size_B)
+        devices = rows.devices / last_B[rows.b]
+        fits = own.most_after(rows, size_B) >= after
+        fits &= own.shapes.vpp[rows.shape] == 1
+        each = (np.stack([x[fits], warm[fits]], axis=1) for x in (devices * stage, devices))
+        return cls(*map(lower_hull, each))
+
+
+def _least_warm(hulls: Mapping[int, _Hulls], path: Sequence[int]) -> tuple[Floats, Floats]:
+    """(devices per sample, the least sum of warm-ups of a path with so many) of all modules."""
+    if not path:
+        return np.zeros(1), np.zeros(1)
+    fewest = sum(float(own.devices[0, 0]) for k, own in hulls.items() if k not in path)
+    devices, warm = sum_of_hulls([hulls[k].devices for k in path]).T
+    return devices + fewest, warm
 
 
 def _fitting(own: ModuleTables, after: int) -> OptionRows:

@@ -14,15 +14,15 @@ micro-batches, so ``depth_limit`` is how many stages the memory allows after the
 that passes what was found. Of a *family* of groups, which differ in the samples of a step
 only, one that was searched bounds those with more samples. Inside a group, options that
 another one equals or beats are dropped and modules are chosen from the end of the pipeline
-to its start, a chunk of partial plans at a time, each bounded by the least warm-ups still to
-come and the least ``max stage`` that the devices left allow.
+to its start, a chunk of partial plans at a time, each bounded by the least warm-ups and the least
+``max stage`` still to come that the devices left allow.
 
 Source: MMScale's objective (its Algorithm 1), solved over integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
-from mmplan.solvers.pareto import pareto_rows
+from mmplan.solvers.pareto import lower_hull, pareto_rows, sum_of_hulls
 
 Edges = Sequence[tuple[int, int]]
 Weight = TypeVar("Weight", int, float)
@@ -218,6 +218,15 @@ def longest_after(weights: Sequence[Weight], edges: Edges) -> list[Weight]:
     for k in reversed(range(len(weights))):
         after[k] = max((weights[c] + after[c] for p, c in edges if p == k), default=after[k])
     return after
+
+
+def _chains_before(weights: Sequence[float], edges: Edges) -> list[frozenset[int]]:
+    """For each module those before it on the path with the largest sum of weights."""
+    before, chains = _longest_before(weights, edges), list[frozenset[int]]()
+    for k in range(len(weights)):
+        last = max((p for p, c in edges if c == k), key=lambda p: before[p] + weights[p], default=k)
+        chains.append(frozenset() if last == k else chains[last] | {last})
+    return chains
 
 
 def _longest_before(weights: Sequence[float], edges: Edges) -> list[float]:
@@ -433,10 +442,33 @@ class _GroupSearch:
 
         return least
 
+    @staticmethod
+    def _warm_by_devices(
+        modules: Sequence[Options], chain: Collection[int]
+    ) -> Callable[[Ints], Floats]:
+        """Function of devices: at most the sum of warm-ups of a chain among some modules.
+
+        Of each module in the chain those times count that no mix of others beats; the others take
+        the fewest devices.
+        """
+        hulls = [
+            lower_hull(np.stack([own.devices.astype(np.float64), own.warm_s], axis=1))
+            for k, own in enumerate(modules)
+            if k in chain
+        ]
+        if not hulls:
+            return lambda left: np.zeros(left.shape)
+        fewest = sum(float(own.devices.min()) for k, own in enumerate(modules) if k not in chain)
+        devices, least = sum_of_hulls(hulls).T
+        return lambda left: np.interp(left - fewest, devices, least * (1 - ROUNDING))
+
     def _prepare(self) -> None:
         """Bounds on what the modules that are still open add, for each level."""
         least_warm = [float(own.warm_s.min()) for own in self._kept]
-        self._before_s = _longest_before(least_warm, self._edges)
+        chains = _chains_before(least_warm, self._edges)
+        self._before_s = [
+            self._warm_by_devices(self._kept[:k], own) for k, own in enumerate(chains)
+        ]
         self._least_stage = [self._stage_by_devices(self._kept[:k]) for k in range(len(self._kept))]
         self._least_path_s = longest_path(least_warm, self._edges)
 
@@ -467,9 +499,10 @@ class _GroupSearch:
         path_after = partial.path_s[:, after].max(axis=1, initial=0.0)
         devices = partial.devices[:, None] + own.devices
         path = path_after[:, None] + own.warm_s
-        warm = np.maximum(partial.warm_s[:, None], path + self._before_s[k])
+        left = np.maximum(self._devices - devices, -1)
+        warm = np.maximum(partial.warm_s[:, None], path + self._before_s[k](left))
         stage = np.maximum(partial.stage_s[:, None], own.stage_s)
-        least = self._least_stage[k](np.maximum(self._devices - devices, -1).ravel())
+        least = self._least_stage[k](left.ravel())
         stage_bound = np.maximum(stage, least.reshape(devices.shape))
         reduce = np.maximum(partial.reduce_s[:, None], own.reduce_s)
         full_warm = warm if k == 0 else np.maximum(warm, self._least_path_s)
