@@ -334,7 +334,10 @@ class _PlanSearch:
         return plans
 
     def ordinary(self, plans: Sequence[SimulatedPlan]) -> RunnerUp | None:
-        """The best plan that gives every module the same degrees, refined; None where none fits."""
+        """The best plan that gives every module the same degrees; None where none fits.
+
+        It is refined unless it is large.
+        """
         uniform = [item for item in plans if item.solution.solver in UNIFORM]
         if not uniform:
             with suppress(InfeasibleError, NotApplicableError):
@@ -345,7 +348,7 @@ class _PlanSearch:
         if not uniform:
             return None
         firsts = _best_of_each(sorted(uniform, key=merit))
-        refined = self._refinement.run(firsts, all_of_them=False, both=False)
+        refined = self._refinement.run(firsts, all_of_them=False, both=False, is_best_first=False)
         return runner_up(min((own.final for own in refined), key=merit))
 
     def first_fit(self, *, budget_s: float) -> list[SimulatedPlan]:

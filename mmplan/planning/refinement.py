@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
 from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
-from mmplan.planning.order_search import OrderSearch, shares_ranks
+from mmplan.planning.order_search import LEADS, OrderSearch, shares_ranks
 from mmplan.planning.uneven_shares import with_uneven_shares
 from mmplan.planning.unit_polish import polished
 from mmplan.planning.unit_schedules import best_backwards, fused_backwards, other_orders
@@ -88,7 +88,12 @@ class Refinement:
         self._known: dict[int, RefinedPlan] = {}
 
     def run(
-        self, plans: Sequence[SimulatedPlan], *, all_of_them: bool, both: bool
+        self,
+        plans: Sequence[SimulatedPlan],
+        *,
+        all_of_them: bool,
+        both: bool,
+        is_best_first: bool = True,
     ) -> list[RefinedPlan]:
         """Some plans, each refined where it may become the best of all.
 
@@ -97,6 +102,7 @@ class Refinement:
             all_of_them: those too that are slower by their computes alone.
             both: those that are near the best get split backwards in an order of their own too, and
                 the best is polished.
+            is_best_first: whether the first is the best of all, and refined however large it is.
         """
         found = [RefinedPlan(plain=x, reordered=x, split=x) for x in plans]
         effort_before = self._plans.effort
@@ -107,7 +113,8 @@ class Refinement:
             limit_s = math.inf if all_of_them else as_fast_as(x.final for x in found)
             spent = self._plans.effort - effort_before
             own = LEAST_SIMULATIONS * self._plans.instructions_of(first.plan)
-            if spent and spent + own > INSTRUCTIONS_OF_FIRST:
+            is_best = is_best_first and not position
+            if not is_best and spent + own > INSTRUCTIONS_OF_FIRST:
                 continue  # it is large, and was not the best
             least_s = least_step_s(first.plan, self._request.costs)
             if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
@@ -165,7 +172,8 @@ class Refinement:
 
     def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with the order in which its shared ranks idle least."""
-        plan = self._orders.best_order(item.plan)
+        is_large = self._plans.instructions_of(item.plan) > INSTRUCTIONS_OF_FIRST
+        plan = self._orders.best_order(item.plan, leads=() if is_large else LEADS)
         return item if plan is item.plan else replace(item, plan=plan)
 
     def _both_changed(self, best: SimulatedPlan) -> SimulatedPlan:

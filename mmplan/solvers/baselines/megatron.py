@@ -6,7 +6,8 @@ leave fewer ranks to share that batch.
 
 ``megatron-rigid`` gives the backbone the pipeline and every other module one more position
 before or after it, with the backbone's TP and DP: the ranks of a TP group split the module,
-or each holds all of it and they share out the samples, whichever is faster.
+or each holds all of it and they share out the samples, whichever is faster. Where modules are many,
+all of them are held alike: there would be too many ways.
 
 ``deepspeed`` runs all modules on every device, with the workload's stage of ZeRO or the first one
 above it that fits, at least 1; several tasks run one after another. What there is to choose are the
@@ -19,11 +20,12 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from mmplan.errors import InfeasibleError
 from mmplan.schema.base import ZeroStage
@@ -58,6 +60,8 @@ def solve_megatron(request: Request) -> Solution:
 
 def solve_megatron_rigid(request: Request) -> Solution:
     """The best pipeline with the backbone's TP and DP for all modules; exact by its formula.
+
+    Of many modules it is the best of those pipelines that hold all but the backbone alike.
 
     Raises:
         InvalidInputError: a method, or (:class:`NotApplicableError`) several tasks, a
@@ -106,6 +110,9 @@ def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution
 
 
 _WayToHold = Literal["cut", "replicated", "items"]
+# Ways to hold all modules beside the backbone: up to so many each combination is tried. Three
+# modules have 27, five without items 32.
+_MOST_COMBINATIONS = 64
 
 
 def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
@@ -113,8 +120,8 @@ def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
     cuts = module_cuts(problem, backbone, problem.blocks(backbone))
     others = [m for m in modules if m != backbone]
     for tp in tensor_degrees(problem, backbone):
-        choices = product(*(_ways_to_hold(problem, module, tp) for module in others))
-        for depth, chosen in product(depths(problem, [backbone]), list(choices)):
+        choices = _together([_ways_to_hold(problem, module, tp) for module in others])
+        for depth, chosen in product(depths(problem, [backbone]), choices):
             held = dict(zip(others, chosen, strict=True))
             yield _rigid(problem, backbone, cuts[depth - 1], tp, held)
 
@@ -135,6 +142,14 @@ def _rigid(
         )
         position += len(own)
     return Layout(tp=tp, positions=position, places=places)
+
+
+def _together(ways: Sequence[Sequence[_WayToHold]]) -> list[tuple[_WayToHold, ...]]:
+    """One way for each module: all combinations, or of many those in which modules are alike."""
+    if math.prod(map(len, ways)) <= _MOST_COMBINATIONS:
+        return list(product(*ways))
+    alike = (tuple(how if how in own else own[0] for own in ways) for how in get_args(_WayToHold))
+    return list(dict.fromkeys(alike))
 
 
 def _ways_to_hold(problem: Problem, module: str, tp: int) -> list[_WayToHold]:
