@@ -108,6 +108,21 @@ def test_rigid_gives_modules_before_and_after_a_position_each(tmp_path: Path) ->
     assert places == {"vision": [0, 5], "audio": [1, 6], "llm": [2, 7], "image": [4, 9]}
 
 
+def test_rigid_holds_many_modules_alike() -> None:
+    """By combinations there are 2 to the power of 19 ways for each depth."""
+    names = [f"m{number}" for number in range(20)]
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": [names[-1], "y"]}}
+    specs: dict[str, dict[str, Any]] = {name: {"plan": {"tp": 1}} for name in names}
+    for name, then in itertools.pairwise(names):
+        specs[then]["inputs"] = [name]
+    specs["m9"] |= {"backbone": True, "plan": {"tp": 2}}
+    own = module_profile(tp={1: 1.0, 2: 1.5})
+    given = profile(dict.fromkeys(names, own), 40)
+    problem = problem_of(workload(specs, batch=8, losses=loss), given, 40)
+    (best, *_) = solve_megatron_rigid(problem.request).candidates
+    assert [unit.tp for unit in best.units] == [1] * 9 + [2] + [1] * 10
+
+
 def test_ratio_keeps_to_the_shares_of_flops() -> None:
     modules = {
         "a": module_profile(flops_per_sample=1.0),

@@ -352,7 +352,7 @@ def test_a_unit_may_reach_over_the_devices_of_others() -> None:
     found = {
         tuple((own.offset, own.devices) for own in other.choices)
         for other in others
-        if other.groups == ((0, 1, 2),)
+        if other is not None and other.groups == ((0, 1, 2),)
     }
     assert {((0, 6), (0, 4), (4, 2)), ((0, 4), (0, 6), (4, 2))} <= found
 
@@ -392,6 +392,41 @@ def test_uniform_layouts_of_many_modules_end_with_their_budget() -> None:
     budget = SearchBudget(0.05)
     assert not list(LayoutChanges(whole.space, whole.estimates).uniform(budget))
     assert budget.is_over
+
+
+def test_what_has_too_few_devices_is_paid_for_where_units_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two changes most need more devices than there are."""
+    names = [f"m{number}" for number in range(24)]
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": [names[-1], "y"]}}
+    inputs = {then: {"inputs": [name]} for name, then in itertools.pairwise(names)}
+    job = workload({names[0]: {}, **inputs}, batch=8, losses=loss)
+    whole = Enumeration(job, profile(dict.fromkeys(names, module_profile()), len(names) + 1))
+    choice = UnitChoice(tp=1, pp=1, vpp=1, dp=1, size=1, kind="1f1b", lead=1)
+    alone = tuple((index,) for index in range(len(names)))
+    layout = PlanLayout(choices=(choice,) * len(names), groups=alone, zero=(0,) * len(names))
+    changes = LayoutChanges(whole.space, whole.estimates)
+    # Each of two units takes the device that is left.
+    assert None in set(itertools.islice(changes.pairs(layout), 1000))
+    made = 0
+
+    def only_in_vain(self: LayoutChanges, own: PlanLayout) -> Iterator[PlanLayout | None]:
+        nonlocal made
+        while made < 100_000:
+            made += 1
+            yield None
+
+    def trial(candidate: Candidate) -> tuple[Plan | None, float]:
+        return None, math.inf
+
+    monkeypatch.setattr(LayoutChanges, "neighbours", lambda self, own: iter(()))
+    monkeypatch.setattr(LayoutChanges, "pairs", only_in_vain)
+    start = whole.plan(layout)
+    assert start is not None
+    predicted = Prediction(iteration_s=1e6, samples_per_s=1)
+    search_with(whole, trial, 0.2).run([start.model_copy(update={"predicted": predicted})])
+    assert 0 < made <= 0.2 / changes.made_s
 
 
 def test_a_search_goes_on_from_a_uniform_layout_that_is_better(tmp_path: Path) -> None:
