@@ -603,7 +603,7 @@ def test_starts_that_lie_next_to_each_other_are_told_apart(
     near = [
         other
         for other in LayoutChanges(space, whole.estimates).neighbours(own)
-        if space.units_of(other)
+        if other is not None and space.units_of(other)
     ][:2]
     starts = [first.model_copy(update={"units": space.units_of(x)}) for x in (own, *near)]
     for start in starts:  # no layout as they stand, as of plans with waves

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from mmplan.errors import InfeasibleError
 from mmplan.schema.base import ZeroStage
@@ -110,6 +110,7 @@ def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution
 
 
 _WayToHold = Literal["cut", "replicated", "items"]
+_WAYS_TO_HOLD: tuple[_WayToHold, ...] = ("cut", "replicated", "items")
 # Ways to hold all modules beside the backbone: up to so many each combination is tried. Three
 # modules have 27, five without items 32.
 _MOST_COMBINATIONS = 64
@@ -148,7 +149,9 @@ def _together(ways: Sequence[Sequence[_WayToHold]]) -> list[tuple[_WayToHold, ..
     """One way for each module: all combinations, or of many those in which modules are alike."""
     if math.prod(map(len, ways)) <= _MOST_COMBINATIONS:
         return list(product(*ways))
-    alike = (tuple(how if how in own else own[0] for own in ways) for how in get_args(_WayToHold))
+    alike: list[tuple[_WayToHold, ...]] = [
+        tuple(how if how in own else own[0] for own in ways) for how in _WAYS_TO_HOLD
+    ]
     return list(dict.fromkeys(alike))
 
 
