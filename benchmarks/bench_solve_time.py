@@ -34,6 +34,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.wording import counted
 from tests.solving import module_profile, profile, workload
 
+KINDS = ("devices", "samples", "modules", "tasks")
 # Of the chains and the tasks.
 DEVICES = 64
 PER_NODE = 8
@@ -243,17 +244,17 @@ def main() -> None:
         print(json.dumps(solved(case, options.solver, 8 if options.solver == "auto" else 1)))
         return
     load_before = os.getloadavg()[0]
-    kinds = options.rows.split(",") if options.rows else [row.kind for row in rows()]
-    lines: list[list[str]] = []
-    for row in rows():
-        if row.kind in kinds:
-            lines.append(line(row, measured(row)))
-            print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
-    text = table(HEADER, lines)
-    print(text)
-    if options.write_docs:
-        command = "`python benchmarks/bench_solve_time.py`"
-        write_section("solve-time", f"{text}\n\n{command}. {conditions(load_before)}")
+    for kind in options.rows.split(",") if options.rows else KINDS:
+        lines: list[list[str]] = []
+        for row in rows():
+            if row.kind == kind:
+                lines.append(line(row, measured(row)))
+                print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
+        text = table(HEADER, lines)
+        print(f"{text}\n")
+        if options.write_docs:
+            command = f"`python benchmarks/bench_solve_time.py --rows {kind}`"
+            write_section(f"solve-{kind}", f"{text}\n\n{command}. {conditions(load_before)}")
 
 
 if __name__ == "__main__":

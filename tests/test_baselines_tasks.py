@@ -144,6 +144,26 @@ def test_deepspeed_where_devices_do_not_divide_the_batch() -> None:
     assert {u.dp for u in many.candidates[0].units} == {8}
 
 
+def test_deepspeed_leaves_devices_over_where_memory_needs_even_micro_batches(
+    tmp_path: Path,
+) -> None:
+    """Sums after each micro-batch, by which ZeRO-2 cuts gradients, need as many on all devices."""
+    loss = {"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["a", "y"]}}
+    task = workload({"a": {"plan": {"microbatch": 1}}}, batch=6, losses=loss)
+    own = module_profile(parameters=1000.0, activation_bytes=1.0)
+
+    def solved(memory_bytes: float) -> Plan:
+        costs = profile({"a": own}, 4, memory_bytes=memory_bytes)
+        return run_solve(tmp_path, task, costs, solver="deepspeed")
+
+    # Four devices with ZeRO-1: weights and gradients, and a fourth of the state, 4 + 4 + 8 / 4.
+    assert [unit.dp for unit in solved(10_100.0).units] == [4]
+    # Three with ZeRO-2: 4 + 12 / 3.
+    even = solved(8_100.0)
+    assert (even.training.zero, even.units[0].samples) == (2, (2, 2, 2))
+    assert max(even.predicted.memory_bytes) < 8_100.0
+
+
 def test_deepspeed_of_one_task_has_no_turns(tmp_path: Path) -> None:
     task = workload({"a": {}, "b": {}}, batch=8, sync_batch=4)
     given_costs = profile({n: module_profile(*SECONDS[n]) for n in ("a", "b")}, 4)
@@ -312,13 +332,19 @@ class Oracle:
                 share = -(-problem.round_samples // dp)
                 sizes = range(1, share + 1) if problem.task.sync_batches else (1, 2, 4, 8)
                 yield from ((tp, dp, size) for size in sizes if size <= share)
-                dp = dp // 2 if self.halve else 0
+                # Fewer replicas take as long, and may be alike.
+                fewest = -(-problem.round_samples // share)
+                dp = dp // 2 if self.halve else fewest if fewest < dp else 0
 
     def cut(self, problem: Problem, dp: int, limit: int) -> tuple[int, int]:
         """(micro-batches, largest) of a round."""
         share = -(-problem.round_samples // dp)
         count = -(-share // limit)
         return count, -(-share // count)
+
+    def is_even(self, problem: Problem, dp: int, limit: int) -> bool:
+        """Whether all replicas have as many micro-batches."""
+        return problem.round_samples // dp >= self.cut(problem, dp, limit)[0]
 
     def whole(self, problem: Problem, module: str) -> tuple[str, tuple[int, int]]:
         return module, (0, problem.blocks(module))
@@ -333,17 +359,19 @@ class Oracle:
 
     def owners(self, chosen: Sequence[tuple[int, int, int]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
-        for problem, (tp, dp, _) in zip(self.problems, chosen, strict=True):
+        for problem, (tp, dp, limit) in zip(self.problems, chosen, strict=True):
             for module in problem.task.modules:
-                found.setdefault(module, []).append((problem, tp, dp))
+                way = problem, tp, dp, self.is_even(problem, dp, limit)
+                found.setdefault(module, []).append(way)
         return found
 
     def fullest(self, chosen: Sequence[tuple[int, int, int]]) -> float:
         """Of the first device, which is in every replica 0."""
         total = 0.0
         for module, held in self.owners(chosen).items():
-            tp = held[0][1] if len({tp for _, tp, _ in held}) == 1 else 1
-            total += max(self.parameter_bytes(p, module, tp, dp) for p, _, dp in held)
+            tp = held[0][1] if len({tp for _, tp, _, _ in held}) == 1 else 1
+            cut = all(even for *_, even in held) and len({dp for _, _, dp, _ in held}) == 1
+            total += max(self.parameter_bytes(p, module, tp, dp, cut=cut) for p, _, dp, _ in held)
         active = [0.0]
         for problem, (tp, dp, limit) in zip(self.problems, chosen, strict=True):
             count, size = self.cut(problem, dp, limit)
@@ -352,10 +380,12 @@ class Oracle:
             active.append(sum(times * held_bytes(problem, *m, tp, size) for m in modules))
         return total + max(active)
 
-    def parameter_bytes(self, problem: Problem, module: str, tp: int, dp: int) -> float:
+    def parameter_bytes(
+        self, problem: Problem, module: str, tp: int, dp: int, *, cut: bool
+    ) -> float:
         own = self.whole(problem, module)
-        gathered = problem.gathered_bytes(*own) if dp > 1 else 0.0
-        return fixed_bytes(problem, *own, tp, dp, in_rounds=True) + gathered / tp
+        gathered = problem.gathered_bytes(*own) if dp > 1 and cut else 0.0
+        return fixed_bytes(problem, *own, tp, dp, in_rounds=cut) + gathered / tp
 
     def reduce_s(self, chosen: Sequence[tuple[int, int, int]]) -> float:
         """Each module's longest reduction, one after another on the first device."""
@@ -366,7 +396,7 @@ class Oracle:
                     num_bytes=gradient_bytes(problem, *self.whole(problem, module), tp),
                     sharers=tp,
                 )
-                for problem, tp, dp in held
+                for problem, tp, dp, _ in held
             )
             for module, held in self.owners(chosen).items()
         )

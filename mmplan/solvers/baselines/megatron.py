@@ -12,7 +12,8 @@ all of them are held alike: there would be too many ways.
 ``deepspeed`` runs all modules on every device, with the workload's stage of ZeRO or the first one
 above it that fits, at least 1; several tasks run one after another. What there is to choose are the
 micro-batches, whose gradients are accumulated. A batch that N does not divide leaves some devices
-one sample more; a round of fewer samples than devices leaves devices over.
+one sample more, or devices over where the others have as many samples each: from stage 2 of ZeRO on
+that may need less memory. A round of fewer samples than devices leaves devices over too.
 
 Source: Megatron-LM, arXiv:2104.04473; the rigid form is the baseline of MMScale; ZeRO,
 arXiv:1910.02054.
@@ -32,6 +33,7 @@ from mmplan.schema.base import ZeroStage
 from mmplan.solvers.baselines.one_grid import (
     Layout,
     ModuleGrid,
+    OneGrid,
     allowed,
     best_grids,
     colocated_layouts,
@@ -185,12 +187,16 @@ def solve_deepspeed(request: Request) -> Solution:
 def _with_zero(request: Request, zero: int) -> Solution:
     """The same with a stage of ZeRO."""
     sharded = replace(request, zero=zero)
-    tasks = InTurn(
-        sharded, "deepspeed", _replicated, lambda grid: [grid.most], is_one_grid=zero > 1
-    )
+    tasks = InTurn(sharded, "deepspeed", _replicated, _most_or_even, is_one_grid=zero > 1)
     solution = tasks.solution()
     stage = cast(ZeroStage, zero)
     return replace(solution, candidates=tuple(replace(c, zero=stage) for c in solution.candidates))
+
+
+def _most_or_even(grid: OneGrid) -> list[int]:
+    """All replicas that there may be, and the fewest that take as long: these may be alike."""
+    samples = grid.problem.round_samples
+    return list(dict.fromkeys((grid.most, -(-samples // -(-samples // grid.most)))))
 
 
 def _replicated(problem: Problem) -> Iterator[Layout]:

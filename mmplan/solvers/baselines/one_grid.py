@@ -78,6 +78,7 @@ class Split:
         limit: samples of a micro-batch, at most.
         pinned: the user's limit: a smaller micro-batch may come last.
         count: micro-batches of the slowest replica in a round, K.
+        even: whether all replicas have as many.
         size: samples of its largest micro-batch.
         inner_dp: ranks of a TP group that share a micro-batch out where a module is replicated.
     """
@@ -86,6 +87,7 @@ class Split:
     limit: int
     pinned: bool
     count: int
+    even: bool
     size: int
     inner_dp: int
 
@@ -326,7 +328,7 @@ class OneGrid:
     def least_bytes(self) -> float:
         """A bound on :meth:`needed_bytes`: one micro-batch of one sample."""
         ends = [
-            Split(dp=dp, limit=1, pinned=False, count=1, size=1, inner_dp=self.layout.tp)
+            Split(dp=dp, limit=1, pinned=False, count=1, even=True, size=1, inner_dp=self.layout.tp)
             for dp in (1, max(1, self.most))
         ]
         return float(self.needed_bytes(ends).min())
@@ -352,7 +354,20 @@ class OneGrid:
             if in_rounds:
                 whole = [self.problem.gathered_bytes(module, cut) for cut in own.grid.cuts]
                 fixed[own.positions] += np.array(whole)[:, None] / own.tp * (dp > 1)
-        return fixed
+        return fixed + self.uneven_bytes(splits) if in_rounds else fixed
+
+    def uneven_bytes(self, splits: Sequence[Split]) -> Floats:
+        """[positions, B] what replicas hold more where some have a micro-batch less than others.
+
+        No sum is after each micro-batch then: ZeRO-2 and ZeRO-3 do not cut gradients and weights.
+        """
+        more, columns = np.zeros((self.layout.positions, len(splits))), _columns(splits)
+        for module, own in self._modules.items():
+            if self.problem.zero_of(module) > 1:
+                dp = _replicas(own, columns)
+                whole = own.bytes.fixed_bytes(own.tp, dp)
+                more[own.positions] += whole - own.bytes.fixed_bytes(own.tp, dp, in_rounds=True)
+        return more * (1 - columns.even)
 
     def communicators(self, dp: int, inner_dp: int) -> dict[Hashable, frozenset[Hashable]]:
         """By position; see :func:`mmplan.solvers.communicators.communicators`."""
@@ -437,13 +452,14 @@ class _SplitColumns:
 
     dp: Ints
     count: Ints
+    even: Ints
     size: Ints
     inner_dp: Ints
 
 
 def _columns(splits: Sequence[Split]) -> _SplitColumns:
-    rows = [(split.dp, split.count, split.size, split.inner_dp) for split in splits]
-    return _SplitColumns(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+    rows = [(split.dp, split.count, split.even, split.size, split.inner_dp) for split in splits]
+    return _SplitColumns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
 
 @cache
@@ -459,6 +475,7 @@ def _split(samples: int, dp: int, limit: int, pinned: bool, most_inner: int) -> 
         limit=limit,
         pinned=pinned,
         count=len(sizes[0]),
+        even=len({*map(len, sizes)}) == 1,
         size=sizes[0][0],
         inner_dp=min(most_inner, least),
     )

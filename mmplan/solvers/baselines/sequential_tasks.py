@@ -40,12 +40,16 @@ from mmplan.wording import missing, size
 
 
 class Holding(NamedTuple):
-    """Where one task's use of a module keeps its parameters: blocks of each stage, and ranks."""
+    """Where one task's use of a module keeps its parameters: blocks of each stage, and ranks.
+
+    ``even`` is whether all replicas have as many micro-batches.
+    """
 
     task: str
     module: str
     blocks: tuple[Blocks, ...]
     grid: RankGrid
+    even: bool
 
 
 class Ledger:
@@ -83,8 +87,9 @@ class Ledger:
         return self._bytes[numbers]
 
     def _together(self, numbers: Sequence[int]) -> Floats:
-        if self._is_one_grid and len({self._alike(number) for number in numbers}) == 1:
-            return self._cut(self._holdings[numbers[0]])
+        items = [self._holdings[number] for number in numbers]
+        if self._is_one_grid and len({*map(self._alike, items)}) == 1 and items[0].even:
+            return self._cut(items[0])
         held_DL, shard_DL, whole_DL = self._part(numbers[0])
         for number in numbers[1:]:
             own_DL, other_DL, all_DL = self._part(number)
@@ -94,14 +99,10 @@ class Ledger:
             shard_DL = np.where(differ, 1, np.maximum(shard_DL, other_DL))
         return held_DL.sum(axis=1)
 
-    def _alike(self, number: int) -> object:
-        """Equal for holdings whose gradients have one sum after each micro-batch."""
-        item = self._holdings[number]
-        return (
-            item.blocks,
-            item.grid,
-            self.problems[item.task].trainable(item.module, item.blocks[0]),
-        )
+    def _alike(self, item: Holding) -> object:
+        """Equal for holdings whose gradients may have one sum after each micro-batch."""
+        trains = self.problems[item.task].trainable(item.module, item.blocks[0])
+        return item.blocks, item.grid, item.even, trains
 
     def _cut(self, holding: Holding) -> Floats:
         """[D] bytes of a module that its replicas cut, and of what they gather of it."""
@@ -225,12 +226,12 @@ def grid_options(
         rows = zip(
             splits, grid.compute_s(splits).tolist(), grid.active_bytes(splits).T, strict=True
         )
-        for _, same in groupby(rows, key=lambda row: row[0].dp):
+        for (_, even), same in groupby(rows, key=lambda row: (row[0].dp, row[0].even)):
             own = list(same)
             # Layouts for all devices have no module that a TP group holds whole.
             places = grid.layout.places.items()
             held = [(m, place.cuts, grid.ranks(m, own[0][0])) for m, place in places]
-            holdings = by_owner(problem, ledger, held)
+            holdings = by_owner(problem, ledger, held, even=even)
             options = (_option(grid, *row, holdings) for row in own)
             found += staircase(options, lambda o: (o.time_s, float(o.held_bytes.max())))
     return found
@@ -260,7 +261,11 @@ def _option(
 
 
 def by_owner(
-    problem: Problem, ledger: Ledger, held: Iterable[tuple[str, tuple[Blocks, ...], RankGrid]]
+    problem: Problem,
+    ledger: Ledger,
+    held: Iterable[tuple[str, tuple[Blocks, ...], RankGrid]],
+    *,
+    even: bool = True,
 ) -> dict[str, frozenset[int]]:
     """Numbers of the holdings of every owner.
 
@@ -268,11 +273,12 @@ def by_owner(
         problem: of their task.
         ledger: gives the numbers.
         held: module, blocks of each pipeline stage, and ranks.
+        even: whether all replicas have as many micro-batches.
     """
     found: dict[str, set[int]] = {}
     for module, blocks, grid in held:
         owner = problem.request.workload.modules[module].share or module
-        number = ledger.number(Holding(problem.task.name, module, blocks, grid))
+        number = ledger.number(Holding(problem.task.name, module, blocks, grid, even))
         found.setdefault(owner, set()).add(number)
     return {owner: frozenset(own) for owner, own in found.items()}
 
