@@ -41,6 +41,7 @@ golden: install  ## rewrite golden files, docs/schemas and docs/reference.md; re
 bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_solver.py
 	$(BIN)/python benchmarks/bench_convex.py
+	$(BIN)/python benchmarks/bench_solve_time.py
 	$(BIN)/python benchmarks/bench_mpsp.py
 	$(BIN)/python benchmarks/bench_reorder.py
 	$(BIN)/python benchmarks/bench_quality.py
