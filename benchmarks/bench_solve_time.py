@@ -115,11 +115,11 @@ def mllm(name: str, devices: int) -> Case:
 
 
 def towers(samples: int) -> Case:
-    """CLIP with so many samples in its contrastive batch."""
+    """CLIP with so many samples in a step, in contrastive batches of the paper's size at most."""
     path = "papers/clip-760m.yaml"
     case = shipped(Shipped(shape="towers", path=path, cluster="p3-8", devices=32, batch=samples))
     losses = {
-        name: loss.model_copy(update={"sync_batch": samples})
+        name: loss.model_copy(update={"sync_batch": min(samples, loss.sync_batch or samples)})
         for name, loss in case.job.losses.items()
     }
     job = case.job.model_copy(update={"losses": losses})
