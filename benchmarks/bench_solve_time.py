@@ -115,7 +115,7 @@ def mllm(name: str, devices: int) -> Case:
 
 
 def towers(samples: int) -> Case:
-    """CLIP with so many samples in a step, in contrastive batches of the paper's size at most."""
+    """CLIP with so many samples in a step, in contrastive batches of 512 at most."""
     path = "papers/clip-760m.yaml"
     case = shipped(Shipped(shape="towers", path=path, cluster="p3-8", devices=32, batch=samples))
     losses = {
@@ -153,9 +153,9 @@ def made(name: str, shape: str, modules: Sequence[str], job: Any) -> Case:
     """A workload of made-up modules of several sizes, with a large loss by tensor parallelism."""
     own = {
         module: module_profile(
-            1e-3 * (1 + number % 5),
-            2e-3 * (1 + number % 5),
-            fixed_s=1e-3,
+            1e-2 * (1 + number % 5),
+            2e-2 * (1 + number % 5),
+            fixed_s=2e-3,
             blocks=12,
             tp={tp: tp / (1 + 0.15 * (tp - 1)) for tp in (1, 2, 4, 8)},
             parameters=1e8 * (1 + number % 5),
