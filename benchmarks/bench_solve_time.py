@@ -40,7 +40,7 @@ DEVICES = 64
 PER_NODE = 8
 # The MLLMs of MMScale, and how many of the devices below each needs at least.
 MLLMS = {"mllm-9b": 8, "mllm-15b": 64, "mllm-72b": 64}
-MLLM_DEVICES = (8, 64, 512, 1_296, 4_096, 16_384)
+MLLM_DEVICES = (8, 64, 512, 1_296, 16_384)
 # Samples of a step: those of the paper, or fewer on few devices.
 MLLM_BATCH, MLLM_SAMPLES_PER_DEVICE = 1_920, 4
 CLIP_SAMPLES = (64, 1_024, 16_384, 65_536)

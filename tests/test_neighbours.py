@@ -394,6 +394,23 @@ def test_uniform_layouts_of_many_modules_end_with_their_budget() -> None:
     assert budget.is_over
 
 
+def test_units_may_leave_devices_over_where_fewer_replicas_take_as_long() -> None:
+    """From ZeRO-2 on replicas that are alike need less memory."""
+    whole = Enumeration(
+        workload({"a": {}, "b": {}}, batch=12, train={"zero": 2}),
+        profile({"a": module_profile(), "b": module_profile()}, 8),
+    )
+    choice = UnitChoice(tp=1, pp=1, vpp=1, dp=4, size=1, kind="batch-sync", lead=0)
+    layout = PlanLayout(choices=(choice,) * 2, groups=((0, 1),), zero=(2, 2))
+    others = LayoutChanges(whole.space, whole.estimates).neighbours(layout)
+    together = {
+        tuple(own.dp for own in other.choices)
+        for other in others
+        if other is not None and other.groups == ((0, 1),)
+    }
+    assert {(8, 8), (6, 6)} <= together
+
+
 def test_two_changes_may_need_too_many_devices() -> None:
     """Each of two units takes the one that is left."""
     whole = Enumeration(

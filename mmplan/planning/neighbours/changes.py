@@ -399,12 +399,16 @@ class LayoutChanges:
             whole = group == everything
             devices = self._request.devices if whole else layout.group_devices(group)
             groups = (everything,) if whole else layout.groups
-            ways = itertools.product(self._degrees_of(group), (None, 1))
-            for tp, size in ways if len(group) > 1 else ():
+            ways = itertools.product(self._degrees_of(group), (None, 1), (False, True))
+            for tp, size, fewest in ways if len(group) > 1 else ():
                 dp, changed = devices // tp, dict[int, UnitChoice]()
                 for index in group if dp else ():
                     choice = replace(layout.choices[index], offset=0)
-                    own = min(dp, self._space.modules[index][1].round_samples)
+                    samples = self._space.modules[index][1].round_samples
+                    own = min(dp, samples)
+                    if fewest:
+                        # They take as long, and may be alike: ZeRO-2 cuts gradients then.
+                        own = -(-samples // -(-samples // own))
                     other = self._with(index, choice, tp=tp, pp=1, dp=own, size=size)
                     changed[index] = other or choice
                 if changed:
