@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from long_search import LongSearch
 from page import conditions, table, write_section
 
 from mmplan.errors import InfeasibleError
-from mmplan.planning import planner
 from mmplan.schema.plan import Plan
 
 Result = dict[str, Any]
@@ -39,14 +37,7 @@ def result(case: regret_cases.Case, evaluations: int) -> Result:
     started = time.process_time()
     own: Result = {"name": case.name, "shape": case.shape, "devices": case.devices}
     try:
-        plan = planner.solve(
-            case.job,
-            workload_path=None,
-            profile=case.profile,
-            profile_path=None,
-            plan_path=Path(tempfile.gettempdir()) / "plan.json",
-            devices=case.devices,
-        )
+        plan = regret_cases.solved(case)
     except InfeasibleError as error:
         return own | {"infeasible": error.message}
     solved = time.process_time()

@@ -17,19 +17,17 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from page import conditions, table, write_section
-from regret_cases import Case, Shipped, clip, mse, shipped
+from regret_cases import Case, Shipped, clip, mse, shipped, solved
 
 from mmplan.errors import InfeasibleError
-from mmplan.planning import planner
 from mmplan.schema.cluster import Cluster
 from mmplan.wording import counted
 from tests.solving import module_profile, profile, workload
@@ -78,29 +76,16 @@ def rows() -> Iterator[Row]:
                 kind="devices",
                 label=f"{name} on {counted(devices, 'device')}",
                 solver="convex",
-                make=lambda name=name, devices=devices: mllm(name, devices),
+                make=partial(mllm, name, devices),
             )
-    for samples in CLIP_SAMPLES:
-        yield Row(
-            kind="samples",
-            label=f"clip-760m on 32 devices, {counted(samples, 'sample')}",
-            solver="distmm",
-            make=lambda samples=samples: towers(samples),
-        )
-    for modules in CHAINS:
-        yield Row(
-            kind="modules",
-            label=f"chain of {modules} modules on {DEVICES} devices",
-            solver="convex",
-            make=lambda modules=modules: chain(modules),
-        )
-    for tasks in TASKS:
-        yield Row(
-            kind="tasks",
-            label=f"{counted(tasks, 'task')} on {DEVICES} devices",
-            solver="mpsp",
-            make=lambda tasks=tasks: pairs(tasks),
-        )
+    for kind, solver, make, numbers, label in (
+        ("samples", "distmm", towers, CLIP_SAMPLES, "clip-760m on 32 devices, {}"),
+        ("modules", "convex", chain, CHAINS, f"chain of {{}} on {DEVICES} devices"),
+        ("tasks", "mpsp", pairs, TASKS, f"{{}} on {DEVICES} devices"),
+    ):
+        for number in numbers:
+            words = label.format(counted(number, kind.removesuffix("s")))
+            yield Row(kind=kind, label=words, solver=solver, make=partial(make, number))
 
 
 def mllm(name: str, devices: int) -> Case:
@@ -169,21 +154,12 @@ def made(name: str, shape: str, modules: Sequence[str], job: Any) -> Case:
     return Case(name=name, shape=shape, devices=DEVICES, job=job, profile=costs)
 
 
-def solved(case: Case, solver: str, top: int) -> dict[str, Any]:
+def timed(case: Case, solver: str, top: int) -> dict[str, Any]:
     """CPU seconds and the plan's step."""
     started = time.process_time()
     found: dict[str, Any] = {}
     try:
-        plan = planner.solve(
-            case.job,
-            workload_path=None,
-            profile=case.profile,
-            profile_path=None,
-            plan_path=Path(tempfile.gettempdir()) / "plan.json",
-            devices=case.devices,
-            solver=solver,
-            top=top,
-        )
+        plan = solved(case, solver=solver, top=top)
         found = {"step_s": plan.predicted.iteration_s, "gap": plan.solver.gap}
     except InfeasibleError as error:
         found = {"infeasible": error.message}
@@ -241,7 +217,7 @@ def main() -> None:
     if options.one:
         row = next(row for row in rows() if row.label == options.one)
         case = row.make()
-        print(json.dumps(solved(case, options.solver, 8 if options.solver == "auto" else 1)))
+        print(json.dumps(timed(case, options.solver, 8 if options.solver == "auto" else 1)))
         return
     load_before = os.getloadavg()[0]
     for kind in options.rows.split(",") if options.rows else KINDS:

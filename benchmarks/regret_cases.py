@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mmplan.planning import planner
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.schema.cluster import load_cluster
+from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, load_workload
 
@@ -113,6 +116,23 @@ class Case:
     devices: int
     job: Workload
     profile: Profile
+
+
+def solved(case: Case, **options: Any) -> Plan:
+    """The plan of a case, as ``mmplan solve`` makes it.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    return planner.solve(
+        case.job,
+        workload_path=None,
+        profile=case.profile,
+        profile_path=None,
+        plan_path=Path(tempfile.gettempdir()) / "plan.json",
+        devices=case.devices,
+        **options,
+    )
 
 
 def names() -> list[str]:

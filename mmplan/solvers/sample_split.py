@@ -27,6 +27,12 @@ def cut(share: int, size: int, *, pinned: bool, largest_share: int = 0) -> tuple
     return split_evenly(share, min(share, -(-max(share, largest_share) // size)))
 
 
+def fewest_replicas(samples: int, most: int) -> int:
+    """The fewest replicas whose largest share is that of the most."""
+    share = -(-samples // most)
+    return -(-samples // share)
+
+
 def replica_counts(samples: int, most: int, *, uneven: bool, pins: Pins) -> list[int]:
     """Numbers of replicas worth trying: at least one sample each.
 

@@ -14,7 +14,7 @@ from mmplan.planning.neighbours.layout import Backwards, LayoutSpace, PlanLayout
 from mmplan.planning.order_search import LEADS
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import OrderRule
-from mmplan.solvers.sample_split import microbatch_sizes
+from mmplan.solvers.sample_split import fewest_replicas, microbatch_sizes
 from mmplan.solvers.search_budget import SearchBudget
 
 # Forwards between the start and the end of a batch-sync at most; chosen by hand.
@@ -408,7 +408,7 @@ class LayoutChanges:
                     own = min(dp, samples)
                     if fewest:
                         # They take as long, and may be alike: ZeRO-2 cuts gradients then.
-                        own = -(-samples // -(-samples // own))
+                        own = fewest_replicas(samples, own)
                     other = self._with(index, choice, tp=tp, pp=1, dp=own, size=size)
                     changed[index] = other or choice
                 if changed:

@@ -42,6 +42,7 @@ from mmplan.solvers.baselines.one_grid import (
 from mmplan.solvers.baselines.sequential_tasks import InTurn
 from mmplan.solvers.partitioner import backbone_of, module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
+from mmplan.solvers.sample_split import fewest_replicas
 
 
 def solve_megatron(request: Request) -> Solution:
@@ -195,8 +196,8 @@ def _with_zero(request: Request, zero: int) -> Solution:
 
 def _most_or_even(grid: OneGrid) -> list[int]:
     """All replicas that there may be, and the fewest that take as long: these may be alike."""
-    samples = grid.problem.round_samples
-    return list(dict.fromkeys((grid.most, -(-samples // -(-samples // grid.most)))))
+    fewest = fewest_replicas(grid.problem.round_samples, grid.most)
+    return list(dict.fromkeys((grid.most, fewest)))
 
 
 def _replicated(problem: Problem) -> Iterator[Layout]:
