@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.costs.program_costs import CostModel
+from mmplan.planning.measured_trials import SimulatedPlan
+from mmplan.planning.refinement import RefinedPlan, Refinement
 from mmplan.planning.unit_polish import polished
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
-from mmplan.schema.plan import Plan
+from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.workload import Pins, Workload
 from mmplan.simulation.symmetry import predict
 from mmplan.solvers.sample_split import cut, microbatch_sizes
@@ -99,3 +103,29 @@ def test_the_chosen_plan_is_polished(tmp_path: Path) -> None:
     assert note in plan.solver.notes
     assert max(map(max, plan.unit("a").microbatches)) == 1
     assert predict(plan, CostModel(costs, None, plan.training)) == plan.predicted
+
+
+def test_what_gains_before_the_order_of_sums_must_gain_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed shares may leave less to gain by it: then the plan stays as it was."""
+    job, costs = small_job(7)
+    expected = run_solve(tmp_path, job, costs)
+    summed, tried = Refinement._summed, list[Plan]()
+
+    def changed(self: Refinement, best: SimulatedPlan) -> SimulatedPlan:
+        tried.append(best.plan.model_copy(update={"name": "changed"}))
+        return replace(best, plan=tried[-1])
+
+    def lost(self: Refinement, x: RefinedPlan) -> RefinedPlan:
+        if x.computed.plan.name != "changed":
+            return summed(self, x)
+        longer = Prediction(iteration_s=1e6, samples_per_s=1)
+        plan = x.computed.plan.model_copy(update={"predicted": longer})
+        return replace(x, summed=replace(x.computed, plan=plan))
+
+    monkeypatch.setattr(Refinement, "_shared_out", changed)
+    monkeypatch.setattr(Refinement, "_summed", lost)
+    found = run_solve(tmp_path, job, costs)
+    assert tried
+    assert found.predicted.iteration_s == expected.predicted.iteration_s

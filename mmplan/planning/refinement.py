@@ -134,12 +134,16 @@ class Refinement:
             if x is best or (is_near and not is_large):
                 split = self._both_changed(x.split)
                 even = self._shared_out(split)
-                found[position] = self._summed(replace(x, split=split, shared_out=even))
+                found[position] = self._shorter(x, replace(x, split=split, shared_out=even))
         if both:
             position = min(range(len(found)), key=lambda n: step_s(found[n].final))
             x = found[position]
-            found[position] = self._summed(replace(x, polished=self._polished(x.computed)))
+            found[position] = self._shorter(x, replace(x, polished=self._polished(x.computed)))
         return found
+
+    def _shorter(self, x: RefinedPlan, changed: RefinedPlan) -> RefinedPlan:
+        """The shorter one with its sums in order: what gains before that may lose with it."""
+        return min(x, self._summed(changed), key=lambda own: step_s(own.final))
 
     def _summed(self, x: RefinedPlan) -> RefinedPlan:
         """The same with its sums in the order in which ranks wait least for each other."""
