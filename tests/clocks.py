@@ -86,7 +86,9 @@ class FixedCosts(ProgramCosts):
     def reduce_s(self, reduction: Reduction) -> float:
         return self.reduce
 
-    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
+    def reduce_parts(
+        self, reduction: Reduction, stages: Sequence[Stage]
+    ) -> list[tuple[float, float]]:
         n = len(self.reduce_shares)
         return [(share, self.reduce / n) for share in self.reduce_shares]
 
@@ -241,7 +243,7 @@ class TinySimulator:
         parts = [
             (share * seconds, ("part", reduction.index, k), each, reduction)
             for reduction in armed
-            for k, (share, each) in enumerate(self.costs.reduce_parts(reduction, None))
+            for k, (share, each) in enumerate(self.costs.reduce_parts(reduction, []))
         ]
         done = 0.0
         while parts or done < seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Op
 from mmplan.program.model import BlockReduction
 from mmplan.program.reduction_starts import with_starts
+from mmplan.schema.plan import Plan
 from tests.matrix_cases import small_case
 from tests.plants import not_started
 from tests.programs import loss, make_plan, unit
@@ -53,16 +55,50 @@ def test_the_last_weight_gradients_complete_a_split_backward() -> None:
     assert check_program(program) == []
 
 
-def test_blocks_that_two_tasks_train_are_summed_behind_both() -> None:
-    plan = make_plan(
+def of_two_tasks() -> Plan:
+    """Both run module v, on ranks 0 and 1, and on 1 and 2."""
+    return make_plan(
         unit("v", "a", task="one", dp=2),
-        unit("v", "b", task="two", dp=2, ranks=[[[0]], [[1]]]),
+        unit("v", "b", task="two", dp=2, ranks=[[[1]], [[2]]]),
         losses=[loss("l", "v", task="one"), loss("m", "v", task="two")],
         batch=2,
     )
+
+
+def test_blocks_that_two_tasks_train_begin_in_the_last_backward_of_both() -> None:
+    program = compile_plan(of_two_tasks())
+    reductions = [r for r in program.reductions if isinstance(r, BlockReduction)]
+    assert reductions
+    for reduction in reductions:
+        assert reduction.ranks == (0, 1, 2)
+        for row in program.instructions:
+            place = row.index(Collective(Op.REDUCE_START, reduction.index))
+            last = max(p for p, item in enumerate(row) if isinstance(item, Compute))
+            assert place < last == row.index(row[last])
+            assert not [x for x in row[place:last] if x.op is not Op.REDUCE_START]
+    assert check_program(program) == []
+
+
+def test_a_sum_that_starts_before_the_backward_of_another_task_is_a_fault() -> None:
+    program = compile_plan(of_two_tasks())
+    row = list(program.instructions[1])
+    start = next(p for p, item in enumerate(row) if item.op is Op.REDUCE_START)
+    first = next(p for p, item in enumerate(row) if item.op is Op.BACKWARD)
+    row.insert(first, row.pop(start))
+    rows = list(program.instructions)
+    rows[1] = tuple(row)
+    faults = check_program(replace(program, instructions=tuple(rows)))
+    assert any("not before the last backward of its blocks" in fault for fault in faults)
+
+
+def test_chunks_of_one_rank_are_summed_together_inside_the_last_one() -> None:
+    plan = make_plan(
+        unit("v", pp=2, dp=2, k=2, vpp=2, kind="interleaved"), losses=[loss("l", "v")], batch=4
+    )
     program = compile_plan(plan)
-    assert any(isinstance(r, BlockReduction) for r in program.reductions)
-    assert not [x for row in program.instructions for x in row if x.op is Op.REDUCE_START]
+    started = [x for row in program.instructions for x in row if x.op is Op.REDUCE_START]
+    assert len(started) == sum(len(r.ranks) for r in program.block_reductions)
+    assert check_program(program) == []
 
 
 def test_starts_that_ranks_would_put_in_several_orders_are_left_out() -> None:
@@ -83,7 +119,8 @@ def test_starts_that_ranks_would_put_in_several_orders_are_left_out() -> None:
         return sum(x.op is Op.REDUCE_START for row in found for x in row)
 
     assert starts([row, row]) == 4
-    assert starts([row, tuple(turned)]) == 0
+    # Of the two sums one starts.
+    assert starts([row, tuple(turned)]) == 2
 
 
 # Feature, degrees and other fields of a case.

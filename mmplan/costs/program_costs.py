@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
@@ -359,28 +359,38 @@ class ProgramCosts:
         """
         return self._reduce(reduction).seconds
 
-    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
-        """The parts of a reduction that begins inside a backward of a stage, last blocks first.
+    def reduce_parts(
+        self, reduction: Reduction, stages: Sequence[Stage]
+    ) -> list[tuple[float, float]]:
+        """The parts of a reduction that begins inside a backward of some stages, last blocks first.
 
-        Of each part: the share of the backward after which all of its gradients are there, and its
-        seconds. Blocks share the backward as they share the stage's work; the gradients of a block
-        come evenly over its time. Parts are one bucket each, or several if there would be many.
+        Of each part: the share of the backward after which all of its gradients are there, the
+        largest of all stages, and its seconds. Parts are one bucket each, or several if there would
+        be many.
         """
         parts = self._num_parts(reduction)
         seconds = self._reduce(reduction, parts).seconds
-        if stage is None or not isinstance(reduction, BlockReduction):
+        if not stages or not isinstance(reduction, BlockReduction):
             return [(1.0, seconds)] * parts
-        task, module, (first, end) = stage.task, stage.module, reduction.blocks
-        passed = passed_blocks(stage) or stage.blocks
-        whole = self.costs.work_share(task=task, module=module, blocks=passed)
-        work = [
-            self.costs.work_share(task=task, module=module, blocks=(block, passed[1]))
-            for block in range(end, first - 1, -1)
-        ]
+        first, end = reduction.blocks
         numbers = (self._numbers(reduction.owner, b) for b in reversed(range(first, end)))
         there = [0.0, *accumulate(numbers)]
-        shares = np.interp(np.linspace(0, there[-1], parts + 1)[1:], there, work) / (whole or 1.0)
+        of_each = [self._passed_shares(stage, reduction.blocks) for stage in stages]
+        at = np.linspace(0, there[-1], parts + 1)[1:]
+        shares = np.interp(at, there, np.maximum.reduce(of_each))
         return [(float(share), seconds) for share in shares]
+
+    def _passed_shares(self, stage: Stage, blocks: tuple[int, int]) -> list[float]:
+        """The shares of a stage's backward after which it has passed so many of some blocks.
+
+        Blocks share the backward as they share the stage's work; the gradients of a block come
+        evenly over its time.
+        """
+        low, high = passed_blocks(stage) or stage.blocks
+        share = partial(self.costs.work_share, task=stage.task, module=stage.module)
+        whole = share(blocks=(low, high)) or 1.0
+        starts = (min(max(block, low), high) for block in range(blocks[1], blocks[0] - 1, -1))
+        return [share(blocks=(start, high)) / whole for start in starts]
 
     def _num_parts(self, reduction: Reduction) -> int:
         buckets = math.ceil(self.reduced_bytes(reduction) / BUCKET_BYTES)

@@ -151,7 +151,7 @@ class _Sums:
     """
 
     def __init__(self, plan: Plan, costs: CostModel, stages: Sequence[Stage]) -> None:
-        self._costs, self._several = costs, len(stages) > 1
+        self._costs, self._rounds = costs, len(stages)
         task, module, (block, _) = stages[0].task, stages[0].module, stages[0].blocks
         self._numbers = costs.own_parameters(task=task, module=module, block=block)
         # A compute beside a sum does what it would do in this part of the time.
@@ -174,10 +174,8 @@ class _Sums:
         gather_s = costs.all_gather(ranks=ranks, num_bytes=held).seconds
         gathers_s = 2 * gather_s if costs.cluster.device.is_cpu else 0.0
         lost = 1 - self._beside
-        if self._several:
-            # Of several tasks the sum comes last, or after each of two micro-batches or more.
-            return min(whole_s, 2 * lost * whole_s, 2 * (lost * part_s + gathers_s))
-        return min(lost * whole_s, lost * part_s + gathers_s)
+        # Each of several tasks has a micro-batch at least, after which it sums.
+        return min(lost * whole_s, self._rounds * (lost * part_s + gathers_s))
 
 
 def _waits(graph: Graph, costs: CostModel, forward_K: Floats, inputs_K: Floats) -> list[Floats]:

@@ -63,11 +63,17 @@ def lower(plan: Plan) -> Graph:
 def _in_rounds(graph: Graph, reduction: Reduction) -> Reduction:
     """A sum after each micro-batch, where replicas wait for each other in nothing else.
 
-    Elsewhere a replica may need messages of another one that waits for it in a sum.
+    Elsewhere a replica may need messages of another one that waits for it in a sum. All stages are
+    on the same ranks, and each of their micro-batches brings gradients of all of the sum's blocks.
     """
-    stages = [s for s in starting_stages(graph, reduction) if s.zero > 1]
-    if not stages or any(s.split for s in stages) or not isinstance(reduction, BlockReduction):
+    stages = starting_stages(graph, reduction)
+    if not stages or not isinstance(reduction, BlockReduction):
         return reduction
+    (first, end), ranks = reduction.blocks, stages[0].ranks
+    for stage in stages:
+        trains = any(a <= first and end <= b for a, b in stage.trainable) or len(stages) == 1
+        if stage.zero < 2 or stage.split or stage.ranks != ranks or not trains:
+            return reduction
     ends = ((graph.stages[e.producer], graph.stages[e.consumer]) for e in graph.edges)
     even = all(len({*map(len, stage.microbatches)}) == 1 for stage in stages)
     if not even or any(one.microbatches != other.microbatches for one, other in ends):

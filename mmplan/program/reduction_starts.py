@@ -1,7 +1,7 @@
 """Reductions that begin inside the last backward of their blocks instead of after it.
 
 ``REDUCE_START`` stands directly before the compute that completes the blocks' gradients on its
-rank: the last ``B`` of their stage, or the last ``W`` of a split backward. Inside that compute the
+rank: the last ``B`` of their stages, or the last ``W`` of a split backward. Inside that compute the
 collectives of the reduction begin, last blocks first, so that they run beside what is left to
 compute. Where this would put them between other collectives in an order that ranks contradict, a
 reduction has no start and is summed in ``REDUCE``.
@@ -26,20 +26,13 @@ _Rounds = Sequence[tuple[Stage, int]]
 _Meeting = int | tuple[Op, int, int | None] | tuple[Op, int, int, int, str]
 
 
-def starting_stage(graph: Graph | Program, reduction: Reduction) -> Stage | None:
-    """The stage in whose last backward a reduction can begin; None where there is none.
-
-    No other stage may add to the blocks' gradients, and one rank of each replica brings them.
-    """
-    stages = starting_stages(graph, reduction)
-    return stages[0] if len(stages) == 1 else None
-
-
 def starting_stages(graph: Graph | Program, reduction: Reduction) -> list[Stage]:
-    """The stages in each of whose backwards a reduction can begin; none where there are others.
+    """The stages that run a reduction's blocks, where it can begin inside their last backwards.
 
-    They are all that run its blocks, on the same ranks: several tasks may use a module. One rank
-    of each replica brings gradients, of all of the blocks where there are several stages.
+    Chunks of one unit may have the blocks, and several tasks may run them. On each rank the last
+    backward of them all completes the gradients. None where a stage adds nothing, where several
+    ranks of a replica bring gradients, or where a rank is in other tensor-parallel groups in one
+    stage than in another: the ranks of a group begin a reduction inside the same computes.
     """
     if not isinstance(reduction, BlockReduction) or reduction.parameters != "all":
         return []
@@ -49,14 +42,15 @@ def starting_stages(graph: Graph | Program, reduction: Reduction) -> list[Stage]
         for stage in graph.stages
         if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
     ]
-    ranks = set(reduction.ranks)
+    ranks, groups = set(reduction.ranks), dict[int, tuple[int, ...]]()
     for stage in holders:
         is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.holders)
-        trains = any(a <= first and end <= b for a, b in stage.trainable) or len(holders) == 1
-        alike = stage.has_backward and trains and stage.ranks == holders[0].ranks
-        if not (is_one_each and alike and len(ranks) == len(stage.holders)):
+        trains = any(a < end and first < b for a, b in stage.trainable)
+        own = ((rank, group) for group in stage.ranks for rank in group)
+        alike = all(groups.setdefault(rank, group) == group for rank, group in own)
+        if not (stage.has_backward and is_one_each and trains and alike):
             return []
-    return holders
+    return holders if ranks <= groups.keys() else []
 
 
 def rounds_of(graph: Graph | Program, reduction: Reduction) -> Iterator[tuple[Stage, int]]:
@@ -127,27 +121,28 @@ def is_cut(reduction: Reduction) -> bool:
 
 
 def _places(graph: Graph | Program, rows: Sequence[_InstructionRow]) -> list[_StartsOfRow]:
-    """Where reductions would start on each rank: before the last such compute of their stage."""
-    # Of each rank, the reductions of each stage.
+    """Where reductions would start on each rank: before the last such compute of their stages."""
+    # Of each rank, the reductions that are to start, and those of each stage.
+    to_start: list[set[int]] = [set() for _ in rows]
     own: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in rows]
     for reduction in graph.reductions:
-        stage = starting_stage(graph, reduction)
-        if stage is not None and not is_cut(reduction):
-            for rank in reduction.ranks:
+        for stage in starting_stages(graph, reduction) if not is_cut(reduction) else ():
+            for rank in set(reduction.ranks).intersection(stage.members):
+                to_start[rank].add(reduction.index)
                 own[rank][stage.index].append(reduction.index)
     found: list[_StartsOfRow] = []
-    for row, stages in zip(rows, own, strict=True):
+    for row, stages, left in zip(rows, own, to_start, strict=True):
         starts: dict[int, list[int]] = {}
-        left = dict(stages)
         for position in range(len(row) - 1, -1, -1):
             if not left:
                 break
             item = row[position]
-            if not isinstance(item, Compute) or item.stage not in left:
+            if not isinstance(item, Compute) or item.stage not in stages:
                 continue
             if item.op is completing_op(graph.stages[item.stage]):
                 # Gradients of later blocks are there first.
-                starts[position] = left.pop(item.stage)[::-1]
+                starts[position] = [i for i in stages.pop(item.stage)[::-1] if i in left]
+                left.difference_update(starts[position])
         found.append(starts)
     return found
 
@@ -159,9 +154,15 @@ def _contradicted(
 
     Rows are walked from their ends, and an operation is passed when it is the last one left on all
     of its ranks. Without starts all can be passed, since all rows are parts of one order. So where
-    nothing is left to pass, some ranks have come to starts: those are left out.
+    nothing is left to pass, some ranks have come to starts: the one of the fewest blocks is left
+    out.
     """
     to_come = {index for own in starts for indices in own.values() for index in indices}
+    num_blocks = {
+        each.index: each.blocks[1] - each.blocks[0]
+        for each in graph.reductions
+        if isinstance(each, BlockReduction)
+    }
     tails = [
         _from_the_end(graph, rank, row, own)
         for rank, (row, own) in enumerate(zip(rows, starts, strict=True))
@@ -185,9 +186,10 @@ def _contradicted(
         stuck = to_come.intersection(arrived)
         if not stuck:
             return left_out | to_come
-        left_out |= stuck
-        to_come -= stuck
-        ready = [rank for index in stuck for rank in arrived.pop(index)]
+        least = min(stuck, key=lambda index: (num_blocks[index], index))
+        left_out.add(least)
+        to_come.discard(least)
+        ready = arrived.pop(least)
     return left_out
 
 

@@ -382,7 +382,7 @@ class _Checker:
         at, adds = row.at["REDUCE_START", k, 0], self._adding(k, place)
         after = next((event for event in events if row.at[event] > at), events[-1])
         last = [event for event in events if event[0] in ("B", "W") and event[1] in adds][-1:]
-        return own["parameters"] == "all" and len(adds) == 1 and last == [after]
+        return own["parameters"] == "all" and last == [after]
 
     def _adding(self, k: int, place: Iterable[int]) -> list[int]:
         """The stages of a place that add to a sum's gradients."""

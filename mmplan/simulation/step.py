@@ -19,7 +19,7 @@ from mmplan.program.clocks import Clocks, Durations, Parts, Shared, replay
 from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Program
-from mmplan.program.reduction_starts import rounds_of, starting_stage
+from mmplan.program.reduction_starts import rounds_of, starting_stages
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
@@ -195,10 +195,10 @@ def _parts(program: Program, costs: ProgramCosts, item: Sync | Collective) -> Pa
     if isinstance(item, Sync):
         return [(1.0, costs.gather_s(program.cross_sample(item.loss)))]
     reduction = program.reductions[item.index]
-    stage = starting_stage(program, reduction)
+    stages = starting_stages(program, reduction)
     if item.mb is not None:
-        stage, _ = next(islice(rounds_of(program, reduction), item.mb, None))
-    return costs.reduce_parts(reduction, stage)
+        stages = [next(islice(rounds_of(program, reduction), item.mb, None))[0]]
+    return costs.reduce_parts(reduction, stages)
 
 
 def _shared(

@@ -214,9 +214,11 @@ class _WholeCosts(ProgramCosts):
         """Seconds of the reduction over all of its ranks."""
         return super().reduce_s(self._whole_one(reduction))
 
-    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
+    def reduce_parts(
+        self, reduction: Reduction, stages: Sequence[Stage]
+    ) -> list[tuple[float, float]]:
         """The parts of the reduction over all of its ranks."""
-        of_all = None if stage is None else self.program.stages[stage.index]
+        of_all = [self.program.stages[stage.index] for stage in stages]
         return super().reduce_parts(self._whole_one(reduction), of_all)
 
     def _whole_one(self, reduction: Reduction) -> Reduction:

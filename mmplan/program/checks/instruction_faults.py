@@ -28,7 +28,7 @@ from mmplan.program.model import (
     Stage,
     TieReduction,
 )
-from mmplan.program.reduction_starts import rounds_of, starting_stage
+from mmplan.program.reduction_starts import rounds_of, starting_stages
 from mmplan.program.samples import SampleRange
 
 # (stage, operation, micro-batch) of a compute
@@ -365,12 +365,9 @@ class _RankCheck:
 
         Of a sum that is cut that is the backward of its micro-batch.
         """
-        stage, own = starting_stage(self._program, reduction), -1
-        if mb is not None:
-            rounds = self._rounds_of(reduction)
-            stage, own = rounds[mb] if mb < len(rounds) else (None, -1)
-        if stage is None or stage.index not in self._stages:
-            yield f"{self._at(start)}: more than one stage adds to its gradients, or none"
+        stages = {stage.index for stage in starting_stages(self._program, reduction)}
+        if not stages & self._stages.keys():
+            yield f"{self._at(start)}: no backward here completes its gradients"
             return
         row = self._row
         inside = start
@@ -379,9 +376,13 @@ class _RankCheck:
         # The operations that add to gradients; the last of them completes these.
         adding = (Op.BACKWARD, Op.INPUT, Op.WEIGHT)
         computes = ((x.stage, x.op, p) for p, x in enumerate(row) if isinstance(x, Compute))
-        last = max((p for i, op, p in computes if i == stage.index and op in adding), default=-1)
+        last = max((p for i, op, p in computes if i in stages and op in adding), default=-1)
         if mb is not None:
-            last = next(iter(self._computes[stage.index, Op.BACKWARD, own]), -1)
+            rounds = self._rounds_of(reduction)
+            last = -1
+            if mb < len(rounds):
+                stage, own = rounds[mb]
+                last = next(iter(self._computes[stage.index, Op.BACKWARD, own]), -1)
         if inside != last:
             yield (
                 f"{self._at(start)}: stands before {row[inside]}, not before the last backward of "
