@@ -57,6 +57,7 @@ from mmplan.schema.protocols import (
     as_vocabulary_loss,
     exchanged_per_row,
     others_only,
+    trains,
 )
 from mmplan.schema.workload import Workload, resolve_tasks, takes_own_logits
 
@@ -456,6 +457,7 @@ class Measurer:
             "sharded": sharded is not None,
             "exchanged_per_row": exchanged_per_row(sharded),
             "others_only": others_only(sharded),
+            "trains": trains(loss),
         }
 
     def _cut_bytes(

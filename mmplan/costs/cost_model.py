@@ -389,6 +389,11 @@ class CostModel(LinkCosts):
         known = self.profile.losses.get(loss)
         return known is not None and known.sharded and known.others_only
 
+    def trains(self, loss: str) -> bool:
+        """Whether a loss has parameters that train, as far as the profile knows."""
+        known = self.profile.losses.get(loss)
+        return known is None or known.trains
+
     def features(self, *, loss: str, samples: int, held: Sequence[tuple[Ranks, float]]) -> Transfer:
         """The time in which the ranks of a loss receive the rows that they read.
 

@@ -355,7 +355,8 @@ class ProgramCosts:
         """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
 
         ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters, and
-        those of a profile without a fingerprint that blocks share, cost the latency only.
+        those of a profile without a fingerprint that blocks share, cost the latency only. A loss
+        without any sums nothing.
         """
         return self._reduce(reduction).seconds
 
@@ -401,6 +402,8 @@ class ProgramCosts:
         return self._exchange(self._reduce(reduction, parts), reduction.ranks)
 
     def _reduce(self, reduction: Reduction, parts: int = 1) -> Transfer:
+        if isinstance(reduction, LossReduction) and not self.costs.trains(reduction.owner):
+            return Transfer(0.0)
         num_bytes = self.reduced_bytes(reduction) / parts
         # Of ZeRO-3 no gather of parameters follows: a reduce-scatter takes as long as a gather.
         alone = isinstance(reduction, BlockReduction) and self._gathers(reduction)

@@ -24,7 +24,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.schema.factories import tied_blocks
 from mmplan.schema.fingerprints import built_parts
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
-from mmplan.schema.protocols import as_sharded, exchanged_per_row, others_only
+from mmplan.schema.protocols import as_sharded, exchanged_per_row, others_only, trains
 from mmplan.schema.workload import Workload, resolve_tasks
 
 # Degrees of tensor parallelism that are counted: groups fit the nodes of common clusters.
@@ -211,5 +211,6 @@ def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
         sharded=sharded,
         exchanged_per_row=exchanged,
         others_only=others_only(module),
+        trains=trains(module),
         points=points,
     )

@@ -460,8 +460,9 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
             LossProfile(
                 sharded=first["sharded"],
                 exchanged_per_row=exchanged,
-                # Points that an older version finished lack it.
+                # Points that an older version finished lack these.
                 others_only=first.get("others_only", True),
+                trains=first.get("trains", True),
                 points=points,
             ),
         )

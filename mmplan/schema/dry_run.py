@@ -29,6 +29,7 @@ from mmplan.schema.factories import (
     frozen_blocks,
 )
 from mmplan.schema.optimizers import check_optimizer
+from mmplan.schema.protocols import trains
 from mmplan.schema.workload import (
     DataSpec,
     InputSource,
@@ -438,9 +439,8 @@ class _Trial:
         loss = self._model.losses[name]
         where = f"{self._where}losses.{name} ({type(loss).__name__})"
         value = self._run_scalar(f"losses.{name}", loss, sources, fields)
-        trains = any(parameter.requires_grad for parameter in loss.parameters())
-        trains = trains or any(source.module in self._training for source in sources)
-        if trains and not value.requires_grad:
+        expects = trains(loss) or any(source.module in self._training for source in sources)
+        if expects and not value.requires_grad:
             raise InvalidInputError(
                 f"{where} returned a number that no gradient leads back from",
                 hint="compute it from its inputs by differentiable operations, without detach(), "

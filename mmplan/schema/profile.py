@@ -281,12 +281,14 @@ class LossProfile(Record):
             besides the features; default: the number of its inputs, as CLIP does.
         others_only: whether a sharded loss compares rows with those of other inputs alone, as CLIP
             does: then a rank reads the features of those only.
+        trains: whether it has parameters that train, whose gradients its ranks sum.
     """
 
     fingerprint: Fingerprint | None = None
     sharded: Bool = True
     exchanged_per_row: Index | None = None
     others_only: Bool = True
+    trains: Bool = True
     points: tuple[LossPoint, ...] = Field(min_length=1)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from mmplan.ragged import Ragged
 
@@ -99,6 +99,11 @@ def as_counting(loss: object) -> CountingLoss | None:
 def others_only(loss: object) -> bool:
     """Whether a sharded loss compares rows with those of other inputs alone."""
     return bool(getattr(loss, "others_only", False))
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a module has parameters that train."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def exchanged_per_row(loss: object) -> int | None:
