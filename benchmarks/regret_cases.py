@@ -1,7 +1,8 @@
 """The workloads of bench_regret.py: towers, chains, trees and tasks on 4 to 1,296 devices.
 
 Random ones have made-up profiles: affine times of micro-batches, sublinear tensor parallelism,
-nodes of 4 or 8, memory that is often short. The others are those of examples/ on analytic profiles.
+nodes of 4 or 8, memory that is often short. Some have batches that the devices do not divide, and
+any stage of ZeRO. The others are those of examples/ on analytic profiles.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from tests.solving import module_profile, profile, workload
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHAPES = ("towers", "chain", "tree", "tasks")
-# Of random workloads, by turns.
+# Of random workloads, by turns: with batches that the devices divide, and with others.
 DEVICES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-RANDOM = 44
+UNEVEN_DEVICES = (8, 24, 64)
+EVEN = len(SHAPES) * len(DEVICES)
+RANDOM = EVEN + len(SHAPES) * len(UNEVEN_DEVICES)
 # Workloads with more devices take minutes each.
 QUICK = 64
 
@@ -137,7 +140,7 @@ def solved(case: Case, **options: Any) -> Plan:
 
 def names() -> list[str]:
     """Of all cases, mixed, so that a part of them is a sample; those that take long come last."""
-    own = [(DEVICES[s // len(SHAPES) % len(DEVICES)], random_name(s)) for s in range(RANDOM)]
+    own = [(_devices(seed), random_name(seed)) for seed in range(RANDOM)]
     own += [(item.devices, shipped_name(item)) for item in SHIPPED]
     random.Random(0).shuffle(own)
     return [name for _, name in sorted(own, key=lambda pair: pair[0] > QUICK)]
@@ -145,8 +148,7 @@ def names() -> list[str]:
 
 def random_name(seed: int) -> str:
     """Of a random workload."""
-    devices = DEVICES[seed // len(SHAPES) % len(DEVICES)]
-    return f"{SHAPES[seed % len(SHAPES)]}-{seed}, {devices}"
+    return f"{SHAPES[seed % len(SHAPES)]}-{seed}, {_devices(seed)}"
 
 
 def shipped_name(item: Shipped) -> str:
@@ -174,10 +176,15 @@ def shipped(item: Shipped) -> Case:
     )
 
 
+def _devices(seed: int) -> int:
+    """Of a random workload."""
+    return (*DEVICES, *UNEVEN_DEVICES)[seed // len(SHAPES)]
+
+
 def random_case(seed: int) -> Case:
     """A random workload: its shape and devices by turns, the rest by the seed."""
     rng = random.Random(seed)
-    shape, devices = SHAPES[seed % len(SHAPES)], DEVICES[seed // len(SHAPES) % len(DEVICES)]
+    shape, devices = SHAPES[seed % len(SHAPES)], _devices(seed)
     modules = "abcdef"[: rng.randint(2, 3 if shape == "towers" else 5)]
     per_node = rng.choice([4, 8]) if devices >= 8 else devices
     batch = devices * rng.choice([2, 4, 8]) if devices < 64 else devices * rng.choice([1, 2])
@@ -190,6 +197,9 @@ def random_case(seed: int) -> Case:
         inter={"latency_s": 2e-5, "bandwidth_bytes_per_s": rng.choice([3e9, 1.2e10, 2.5e10])},
     )
     train = {"zero": rng.choice([0, 0, 1])}
+    if seed >= EVEN:
+        batch += 2 * rng.randrange(1, devices // 2)
+        train = {"zero": rng.choice([0, 1, 2, 3])}
     makers = {"towers": _towers, "chain": _chain, "tree": _tree, "tasks": _tasks}
     job = makers[shape](rng, modules, batch, train)
     return Case(name=random_name(seed), shape=shape, devices=devices, job=job, profile=costs)
