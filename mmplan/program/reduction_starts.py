@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Sync
 from mmplan.program.model import BlockReduction, Graph, Program, Reduction, Stage
@@ -42,15 +43,22 @@ def starting_stages(graph: Graph | Program, reduction: Reduction) -> list[Stage]
         for stage in graph.stages
         if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
     ]
-    ranks, groups = set(reduction.ranks), dict[int, tuple[int, ...]]()
+    ranks = set(reduction.ranks)
     for stage in holders:
         is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.holders)
         trains = any(a < end and first < b for a, b in stage.trainable)
-        own = ((rank, group) for group in stage.ranks for rank in group)
-        alike = all(groups.setdefault(rank, group) == group for rank, group in own)
-        if not (stage.has_backward and is_one_each and trains and alike):
+        if not (stage.has_backward and is_one_each and trains):
             return []
-    return holders if ranks <= groups.keys() else []
+    is_held = ranks.issubset(chain.from_iterable(stage.members for stage in holders))
+    return holders if is_held and _are_grouped_alike(holders) else []
+
+
+def _are_grouped_alike(stages: Sequence[Stage]) -> bool:
+    """Whether each rank is in the same tensor-parallel group in all stages that it runs."""
+    ways = {stage.ranks for stage in stages}
+    groups: dict[int, tuple[int, ...]] = {}
+    places = ((rank, group) for ranks in ways for group in ranks for rank in group)
+    return len(ways) == 1 or all(groups.setdefault(rank, group) == group for rank, group in places)
 
 
 def rounds_of(graph: Graph | Program, reduction: Reduction) -> Iterator[tuple[Stage, int]]:
