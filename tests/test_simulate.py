@@ -373,6 +373,7 @@ def test_collections_of_garbage_are_as_before_afterwards() -> None:
         own = gc.get_freeze_count()
         with rare_collections():
             pass
-        assert gc.get_freeze_count() == own
+        # Some may have been freed meanwhile, but none is let go.
+        assert own - 1_000 < gc.get_freeze_count() <= own
     finally:
         gc.unfreeze()
