@@ -68,6 +68,17 @@ def _kinds() -> dict[str, Plan]:
         losses=[loss("lm", "c", "labels")],
         batch=16,
     )
+    # From rank 1 to rank 0 go gradients of v and of a: they are taken in another order than sent.
+    first, second = both[:1], both[1:]
+    found["messages of two streams"] = make_plan(
+        unit("v", dp=2, kind="1f1b", ranks=both),
+        unit("w", "v", kind="1f1b", ranks=second),
+        unit("a", kind="1f1b", ranks=first),
+        unit("l", "w", "a", dp=2, kind="1f1b", ranks=both),
+        unit("m", "l", kind="1f1b", ranks=first),
+        losses=[loss("lm", "m", "labels")],
+        batch=4,
+    )
     found["contrastive with frozen blocks"] = make_plan(
         unit("v", pp=2, k=4, frozen=((0, 1),)), unit("t", dp=2, k=2), losses=[CLIP], batch=16
     )

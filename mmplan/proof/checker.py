@@ -402,11 +402,15 @@ class _Checker:
         return both[op in ("RECV_F", "SEND_B")]
 
     def orders_fit(self) -> Iterator[str]:
-        """Levels rise along messages, which have one order on both of two ranks."""
+        """Levels rise along messages; those of a stream have one order on both of two ranks.
+
+        A stream has all messages from the ranks of one stage to those of another.
+        """
         level: dict[tuple[Any, ...], float] = {}
         needs: list[tuple[tuple[Any, ...], float]] = []
-        routes: defaultdict[tuple[int, int, str], tuple[list[Any], list[Any]]]
+        routes: defaultdict[tuple[Any, ...], tuple[list[Any], list[Any]]]
         routes = defaultdict(lambda: ([], []))
+        members = [frozenset(r for group in stage["ranks"] for r in group) for stage in self.stages]
         for n, (own, row) in enumerate(zip(self.classes, self.rows, strict=True)):
             rank = own["representative"]
             place = {i: (d, t) for i, d, t in self.places[rank]}
@@ -426,11 +430,12 @@ class _Checker:
                 other = self.ends[e][op in ("SEND_F", "RECV_B")]
                 group, tp = self.stages[other]["ranks"][d2], len(self.stages[i]["ranks"][d])
                 needs += [((op[5], other, d2, m2), when)] if op[0] == "S" else []
-                sample = e, self.samples[self.stages[i]["unit"]][d][m][0] + start
+                sample = op[5], e, self.samples[self.stages[i]["unit"]][d][m][0] + start
+                stream = (members[i], members[other])[:: 1 if op[0] == "S" else -1]
                 for peer in group[t::tp] if op[0] == "S" else [group[t % len(group)]]:
                     if self.of_rank[rank] == n and self._representative(peer) == peer:
                         route = (rank, peer) if op[0] == "S" else (peer, rank)
-                        routes[*route, op[5]][op[0] == "R"].append(sample)
+                        routes[*route, *stream][op[0] == "R"].append(sample)
         for part in (part for own in self.sums for part in own["parts"]):
             where = {
                 (r, k) for r in part["ranks"] for k in self.parts[r] if self.parts[r][k] is part
@@ -451,11 +456,11 @@ class _Checker:
         yield from (f"{event} comes before what it needs" for event in late)
         # What a rank sends to itself is found by its tag, in any order.
         mixed = [
-            (sender, receiver, phase)
-            for (sender, receiver, phase), (sent, received) in routes.items()
+            (sender, receiver)
+            for (sender, receiver, *_), (sent, received) in routes.items()
             if sent != received and (sender != receiver or Counter(sent) != Counter(received))
         ]
-        yield from (f"{route}: messages are received in another order" for route in mixed)
+        yield from (f"ranks {route}: messages are received in another order" for route in mixed)
 
     def _representative(self, rank: int) -> int:
         return self.classes[self.of_rank[rank]]["representative"]
