@@ -455,12 +455,9 @@ class _Checker:
         late = [event for event, when in needs if level[event] <= when]
         yield from (f"{event} comes before what it needs" for event in late)
         # What a rank sends to itself is found by its tag, in any order.
-        mixed = [
-            (sender, receiver)
-            for (sender, receiver, *_), (sent, received) in routes.items()
-            if sent != received and (sender != receiver or Counter(sent) != Counter(received))
-        ]
-        yield from (f"ranks {route}: messages are received in another order" for route in mixed)
+        for (sender, receiver, *_), (sent, received) in routes.items():
+            if sent != received and (sender != receiver or Counter(sent) != Counter(received)):
+                yield f"ranks {sender}, {receiver}: messages are received in another order"
 
     def _representative(self, rank: int) -> int:
         return self.classes[self.of_rank[rank]]["representative"]
