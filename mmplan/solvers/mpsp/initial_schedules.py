@@ -190,8 +190,6 @@ _SMALL_CHANGE = 0.1
 _CHANGED_CHAINS = 0.3
 # Share of the draws that start from the best settings so far.
 _FROM_BEST = 0.7
-# Share of these that give more seconds to the chains on the last paths.
-_LATE = 0.4
 # Share of these that draw the other settings anew.
 _NEW_RULES = 0.2
 # Share of the draws that are patient.
@@ -246,22 +244,13 @@ class FluidScheduler:
         self._num_before = [len(set(c.after)) for c in chains]
         self._ends = [block_ends(chain.both_s) for chain in chains]
 
-    def draw(self, best: FluidSettings | None, late: Sequence[int] = ()) -> FluidSettings:
-        """Random settings near the best ones, or anywhere.
-
-        Args:
-            best: settings.
-            late: the chains on paths that end last in their schedule.
-        """
+    def draw(self, best: FluidSettings | None) -> FluidSettings:
+        """Random settings near the best ones, or anywhere."""
         rng = self._rng
         if best is None or rng.random() > _FROM_BEST:
             spans = tuple(self._changed(x, _LARGE_CHANGE) for x in self._spans_s)
             return self._with_new_rules(spans)
-        if late and rng.random() < _LATE:
-            # With more seconds to come, what leads to them has more devices early.
-            own, longer = set(late), 1 + rng.uniform(0.0, _LARGE_CHANGE)
-            spans = tuple(x * longer if m in own else x for m, x in enumerate(best.spans_s))
-        elif rng.random() < 0.5:
+        if rng.random() < 0.5:
             spans = tuple(
                 self._changed(x, _LARGE_CHANGE) if rng.random() < _CHANGED_CHAINS else x
                 for x in best.spans_s

@@ -26,8 +26,6 @@ from mmplan.solvers.search_budget import SearchBudget
 _PORTFOLIO_SHARE = 0.1
 # Share of the budget for fluid schedules.
 _FLUID_SHARE = 0.2
-# Chains on paths that end within this share of the last end are given more seconds.
-_LATEST = 0.99
 # They are searched for anew so often: each search gets stuck elsewhere.
 _FLUID_SEARCHES = 3
 # Share of what the initial schedules leave for annealing the best schedule without cuts.
@@ -40,12 +38,12 @@ _UNCUT_SOURCES = 40
 # Factors of the times that chains should take in bi-point schedules.
 _SPAN_FACTORS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
 # Annealing at its start accepts a schedule that is worse by this share with probability 1/e.
-_HOT = 0.0005
+_HOT = 0.0015
 # The same share at its end.
 _COLD = 0.0001
 # After so many moves for each chain without a better schedule annealing goes back to the best, or
 # on from another initial schedule, each as often as the other.
-_PATIENCE = 25
+_PATIENCE = 40
 # So many of the best before each of these changes are given, and of initial schedules.
 _DIFFERENT = 4
 # Annealing ends within this factor of the bound.
@@ -219,10 +217,10 @@ def _fluid_schedules(
 ) -> list[_Rated]:
     """Fluid schedules; settings are drawn near the best ones so far."""
     rated: list[_Rated] = []
-    first, best, least_s, late = scheduler.first(), None, math.inf, list[int]()
+    first, best, least_s = scheduler.first(), None, math.inf
     chains_s = _FLUID_CHAIN_S * len(evaluator.instance.chains)
     while not rated or not budget.is_over:
-        settings = first.pop() if first else scheduler.draw(best, late)
+        settings = first.pop() if first else scheduler.draw(best)
         before, looked = evaluator.decoded, scheduler.looked
         segments = scheduler.segments(settings)
         own = [_Rated.of(evaluator, ChainSchedule(segments, strict)) for strict in (False, True)]
@@ -230,11 +228,9 @@ def _fluid_schedules(
         decoded = evaluator.decoded - before
         looked_s = _FLUID_LOOK_S * (scheduler.looked - looked)
         budget.spend(chains_s + looked_s + _SEGMENT_S * decoded)
-        shorter = min(own, key=_cost)
-        if shorter.cost_s < least_s:
-            best, least_s = settings, shorter.cost_s
-            ends = evaluator.lateness(shorter.heads, shorter.starts)
-            late = [m for m, end_s in enumerate(ends) if end_s >= max(ends) * _LATEST]
+        cost_s = min(map(_cost, own))
+        if cost_s < least_s:
+            best, least_s = settings, cost_s
     return rated
 
 
