@@ -696,6 +696,7 @@ def plans(folder: Path, solver: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("solver", ["auto", *SOLVERS, *BASELINES])
 def test_a_busy_machine_finds_the_same_plan(tmp_path: Path, solver: str) -> None:
     quiet = plans(tmp_path, solver)
