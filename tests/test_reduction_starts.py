@@ -91,13 +91,20 @@ def test_a_sum_that_starts_before_the_backward_of_another_task_is_a_fault() -> N
     assert any("not before the last backward of its blocks" in fault for fault in faults)
 
 
-def test_chunks_of_one_rank_are_summed_together_inside_the_last_one() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_chunks_on_the_same_ranks_are_summed_together_inside_the_last_one(split: bool) -> None:
+    """Of split backwards the last chunk's weight gradients come last, of others the first chunk."""
     plan = make_plan(
-        unit("v", pp=2, dp=2, k=2, vpp=2, kind="interleaved"), losses=[loss("l", "v")], batch=4
+        unit("v", dp=2, k=2, vpp=2, kind="interleaved", split=split),
+        losses=[loss("l", "v")],
+        batch=4,
     )
     program = compile_plan(plan)
-    started = [x for row in program.instructions for x in row if x.op is Op.REDUCE_START]
-    assert len(started) == sum(len(r.ranks) for r in program.block_reductions)
+    (reduction,) = program.block_reductions
+    assert (reduction.blocks, len(program.stages)) == ((0, 2), 2)
+    for row in program.instructions:
+        place = row.index(Collective(Op.REDUCE_START, reduction.index))
+        assert str(row[place + 1]) == ("1W1" if split else "0B1")
     assert check_program(program) == []
 
 
@@ -128,6 +135,9 @@ CASES: list[dict[str, Any]] = [
     {"dp": 2},
     {"dp": 2, "tp": 2, "others": "single"},
     {"dp": 2, "pp": 2, "backward": "split", "others": "single"},
+    {"dp": 2, "vpp": 2, "others": "single"},
+    {"dp": 2, "vpp": 2, "backward": "split", "others": "single"},
+    {"dp": 2, "feature": "shared", "others": "same"},
     {"dp": 3, "feature": "tied", "others": "single"},
     {"dp": 2, "feature": "ragged", "others": "single"},
     {"dp": 2, "feature": "frozen-range", "others": "single"},

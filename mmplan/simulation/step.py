@@ -195,10 +195,10 @@ def _parts(program: Program, costs: ProgramCosts, item: Sync | Collective) -> Pa
     if isinstance(item, Sync):
         return [(1.0, costs.gather_s(program.cross_sample(item.loss)))]
     reduction = program.reductions[item.index]
-    stages = starting_stages(program, reduction)
-    if item.mb is not None:
-        stages = [next(islice(rounds_of(program, reduction), item.mb, None))[0]]
-    return costs.reduce_parts(reduction, stages)
+    if item.mb is None:
+        return costs.reduce_parts(reduction, starting_stages(program, reduction))
+    stage, _ = next(islice(rounds_of(program, reduction), item.mb, None))
+    return costs.reduce_parts(reduction, [stage])
 
 
 def _shared(
