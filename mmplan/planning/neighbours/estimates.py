@@ -10,9 +10,10 @@ D, E = replicas.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -174,24 +175,29 @@ class LayoutEstimates:
             after[producer] = max(after[producer], wait)
         turns, last = self._turns(layout.in_turn)
         sums_s = self._sums_s(layout)
-        total_s, free_s = 0.0, dict.fromkeys(layout.groups, 0.0)
-        group_of = {index: group for group in layout.groups for index in group}
+        shares = list(_shares(layout))
+        free_s, total_s = [0.0] * len(shares), 0.0
         for number, turn in enumerate(turns):
-            # Groups that the turn before leaves early begin early.
-            late = [free_s[group_of[i]] - into[i] for i in range(len(own))]
+            # A unit begins when all of its devices are free, those that have less to do wait.
+            late = [-own_s for own_s in into]
+            for before_s, (share, _) in zip(free_s, shares, strict=True):
+                for index in share:
+                    late[index] = max(late[index], before_s - into[index])
             for consumer, producer in self._consumers:
                 late[consumer] = max(late[consumer], late[producer])
-            for whole in layout.groups:
-                if group := [index for index in whole if index in turn]:
-                    path_s = max(into[i] + own[i].through_s + after[i] for i in group)
-                    fill_s = max(0.0, path_s - sum(own[i].slot_s for i in group))
-                    left_s = max((sums_s[i] for i in group if last[i] == number), default=0.0)
-                    begin_s = max(late[i] for i in group)
-                    free_s[whole] = begin_s + self._busy_s(layout, group) + fill_s
-                    total_s = max(total_s, free_s[whole] + left_s)
+            for place, (share, whole) in enumerate(shares):
+                if units := [index for index in share if index in turn]:
+                    path_s = max(into[i] + own[i].through_s + after[i] for i in units)
+                    fill_s = max(0.0, path_s - sum(own[i].slot_s for i in units))
+                    left_s = max((sums_s[i] for i in units if last[i] == number), default=0.0)
+                    busy = {i: float(own[i].busy_s.max()) for i in units}
+                    most_s = self._busy_s(layout, [i for i in whole if i in turn])
+                    end_s = free_s[place] + min(most_s, sum(busy.values()))
+                    end_s = max(end_s, *(late[i] + own_s for i, own_s in busy.items())) + fill_s
+                    free_s[place], total_s = end_s, max(total_s, end_s + left_s)
         # Sums of gradients begin during the last backwards.
         hidden_s = max(sum(own[i].backward_s for i in group) for group in layout.groups)
-        return max(total_s, max(free_s.values()) + max(0.0, link_sums_s - hidden_s))
+        return max(total_s, max(free_s) + max(0.0, link_sums_s - hidden_s))
 
     def _turns_of(self, in_turn: tuple[str, ...]) -> tuple[list[set[int]], list[int]]:
         """The units of each turn, and of each unit the last turn that adds to its gradients."""
@@ -411,6 +417,18 @@ class LayoutEstimates:
         elif choice.vpp == 1:
             in_flight = np.minimum(ahead + choice.lead * np.arange(pp - 1, -1, -1), count)
         return fixed.reshape(choice.vpp, pp).sum(axis=0), larger + smaller * (in_flight - 1)
+
+
+def _shares(layout: PlanLayout) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """The units of devices that the same units use, and the group of these."""
+    for group in layout.groups:
+        ends = ((layout.choices[i].offset, layout.choices[i].end) for i in group)
+        for first, end in pairwise(sorted({0, *chain.from_iterable(ends)})):
+            own = [
+                i for i in group if layout.choices[i].offset <= first and end <= layout.choices[i].end
+            ]
+            if own:
+                yield own, group
 
 
 def _degrees(choice: UnitChoice) -> tuple[int, int, int]:
