@@ -11,6 +11,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.planning.measured_trials import SimulatedPlan, peak_bytes
 from mmplan.planning.stage_cuts import StageCuts
 from mmplan.planning.unit_schedules import pinned_backwards
+from mmplan.planning.order_search import timed
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.agreement import depended_on, planned_task
 from mmplan.schema.plan import (
@@ -158,12 +159,21 @@ class CandidatePlans:
         """
         plan = self.plan(solution, candidate)
         if (earlier := self.cuts.early(plan)) is not plan:
-            earlier, needed = self.with_bytes(earlier, limit_s, most)
+            earlier, needed = self.with_bytes(*self._timed(earlier, candidate), limit_s, most)
             if needed <= self.memory_bytes:
                 return earlier, needed
-        return self.with_bytes(plan, limit_s, most)
+        return self.with_bytes(*self._timed(plan, candidate), limit_s, most)
 
-    def with_bytes(self, plan: Plan, limit_s: float, most: float) -> tuple[Plan, float]:
+    def _timed(self, plan: Plan, candidate: Candidate) -> tuple[Plan, LoweredPlan | None]:
+        """The plan with the times of its order, and lowered where these needed it."""
+        if not candidate.is_timed:
+            return plan, None
+        lowered = lower_plan(plan)
+        return timed(plan, lowered, self.request.costs), lowered
+
+    def with_bytes(
+        self, plan: Plan, lowered: LoweredPlan | None, limit_s: float, most: float
+    ) -> tuple[Plan, float]:
         """A plan, and the bytes that it needs at least; of a simulated one all.
 
         It is simulated where it fits the memory and may take no more than ``limit_s``, with no
@@ -178,7 +188,7 @@ class CandidatePlans:
         if key in self._predicted:
             plan = self.simulated(plan)
             return plan, peak_bytes(plan.predicted)
-        lowered = lower_plan(plan)
+        lowered = lowered or lower_plan(plan)
         forwards = num_forwards(lowered)
         ranks = sum(u.dp * u.pp * u.tp for u in plan.units)
         self.effort += INSTRUCTIONS_PER_PLAN

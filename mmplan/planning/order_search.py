@@ -19,11 +19,11 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.planning.measured_trials import AS_FAST, rounded
 from mmplan.program.instructions import Op
-from mmplan.program.model import BlockReduction
+from mmplan.program.model import BlockReduction, Stage
 from mmplan.program.schedules.global_order import Event, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import order_stages
 from mmplan.program.schedules.registry import POLICIES
-from mmplan.program.symmetry_classes import lower_plan
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.plan import ChunkTimes, Order, OrderRule, Plan, Unit
 
 # Forwards that units run ahead of what their consumers need. On shared ranks more than one may hide
@@ -162,7 +162,7 @@ class _Estimates:
 
     def best_of_each_lead(self, leads: Sequence[int], *, below_s: float) -> list[Plan]:
         """The plan in the order with the best estimate of each lead, best first."""
-        times = self._times()
+        times = nominal_times(self._stages, self._costs)
         orders = [Order(rule=r, times=t) for t in ({}, times) for r in get_args(OrderRule)]
         found: list[tuple[float, Plan]] = []
         for units in dict.fromkeys((self._plan.units, *map(self._with_lead, leads))):
@@ -209,22 +209,6 @@ class _Estimates:
         start, stop = stage.microbatches[event.d][event.mb]
         return self._costs.compute_s(self._stages[event.index], event.op, stop - start)
 
-    def _times(self) -> dict[str, tuple[ChunkTimes, ...]]:
-        times: defaultdict[str, list[ChunkTimes]] = defaultdict(list)
-        for stage in self._stages:
-            most = max(stop - start for row in stage.microbatches for start, stop in row)
-            seconds = [
-                self._costs.compute_s(stage, op, most)
-                if op is Op.FORWARD or stage.has_backward
-                else 0.0
-                for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT)
-            ]
-            forward, backward, inputs = (max(1, round(s / most * _NANOSECONDS)) for s in seconds)
-            times[stage.unit].append(
-                ChunkTimes(forward=forward, backward=backward, input_backward=inputs)
-            )
-        return {unit: tuple(chunks) for unit, chunks in times.items()}
-
     def _with_lead(self, lead: int) -> tuple[Unit, ...]:
         return tuple(
             unit.model_copy(update={"schedule": unit.schedule.model_copy(update={"lead": lead})})
@@ -232,6 +216,32 @@ class _Estimates:
             else unit
             for unit in self._plan.units
         )
+
+
+def timed(plan: Plan, lowered: LoweredPlan, costs: CostModel) -> Plan:
+    """The plan with an order that knows what computes take."""
+    whole = ProgramCosts.of_lowered(plan, lowered.graph, costs)
+    times = nominal_times(lowered.graph.stages, whole)
+    order = (plan.order or Order()).model_copy(update={"times": times})
+    return plan.model_copy(update={"order": order})
+
+
+def nominal_times(
+    stages: Sequence[Stage], costs: ProgramCosts
+) -> dict[str, tuple[ChunkTimes, ...]]:
+    """By unit, nanoseconds of each chunk for one sample of its largest micro-batch."""
+    times: defaultdict[str, list[ChunkTimes]] = defaultdict(list)
+    for stage in stages:
+        most = max(stop - start for row in stage.microbatches for start, stop in row)
+        seconds = [
+            costs.compute_s(stage, op, most) if op is Op.FORWARD or stage.has_backward else 0.0
+            for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT)
+        ]
+        forward, backward, inputs = (max(1, round(s / most * _NANOSECONDS)) for s in seconds)
+        times[stage.unit].append(
+            ChunkTimes(forward=forward, backward=backward, input_backward=inputs)
+        )
+    return {unit: tuple(chunks) for unit, chunks in times.items()}
 
 
 def order_notes(plan: Plan, plain: Plan) -> list[str]:

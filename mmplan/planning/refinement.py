@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
-from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
+from mmplan.planning.measured_trials import AS_FAST, SimulatedPlan, as_fast_as, rounded, step_s
 from mmplan.planning.order_search import LEADS, OrderSearch, shares_ranks
 from mmplan.planning.uneven_shares import with_uneven_shares
 from mmplan.planning.unit_polish import polished
@@ -119,8 +119,11 @@ class Refinement:
             least_s = least_step_s(first.plan, self._request.costs)
             if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
                 continue  # no order of it is the best
-            plain = self._best_cuts(self._best_order(self._fused(first)))
-            reordered = self._on_shared_ranks(plain)
+            found_so = self._best_cuts(self._best_order(self._fused(first)))
+            plain = self._in_usual_order(found_so)
+            reordered = self._on_shared_ranks(found_so)
+            if step_s(plain) <= AS_FAST * step_s(reordered):
+                reordered = plain
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more
                 split = first
@@ -174,6 +177,18 @@ class Refinement:
                     return other
         return best
 
+    def _in_usual_order(self, item: SimulatedPlan) -> SimulatedPlan:
+        """The plan in the order that it has by default; as it is where it does not fit or run so.
+
+        A search tries most layouts in another order.
+        """
+        if item.plan.order is not None:
+            with suppress(InvalidInputError):
+                plan = self._plans.simulated(item.plan.model_copy(update={"order": None}))
+                if self._plans.fits(plan):
+                    return replace(item, plan=plan)
+        return item
+
     def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with the order in which its shared ranks idle least."""
         is_large = self._plans.instructions_of(item.plan) > INSTRUCTIONS_OF_FIRST
@@ -224,7 +239,7 @@ class Refinement:
                 return None
             limit_s, needed = POLISHED_BY * own.predicted.iteration_s, math.inf
             with suppress(InvalidInputError):
-                other, needed = self._plans.with_bytes(other, limit_s, effort / POLISHED_OFTEN)
+                other, needed = self._plans.with_bytes(other, None, limit_s, effort / POLISHED_OFTEN)
             simulates = needed <= self._plans.memory_bytes and self._plans.is_compiled(other)
             return other if simulates and other.predicted.iteration_s < limit_s else None
 

@@ -98,6 +98,7 @@ class Candidate:
         zero: ZeRO stage of this plan, None for the workload's; of units whose own is absent the
             least one.
         order: on ranks that several units share, None for the usual one.
+        is_timed: the nominal times of this order are the profile's.
     """
 
     units: tuple[Unit, ...]
@@ -109,6 +110,7 @@ class Candidate:
     in_turn: tuple[str, ...] = ()
     zero: ZeroStage | None = None
     order: Order | None = None
+    is_timed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,7 @@ micro-batches are in flight: where a step takes longer than estimated, changes o
 the backwards promise a share of that.
 
 Where memory refuses a layout, the next ZeRO stage is tried. Then come *small* layouts, whose units
-share all devices in many parts: changes may lead to them only by way of what does not fit. At the
-end changes of the best layouts are tried once more where devices are shared, with forwards first:
-many take twice as long in the usual order.
+share all devices in many parts: changes may lead to them only by way of what does not fit.
 
 A layout whose busiest device alone takes as long as the best plan's step is not simulated.
 """
@@ -26,7 +24,7 @@ from mmplan.planning.measured_trials import rounded
 from mmplan.planning.neighbours.changes import Tuning
 from mmplan.planning.neighbours.layout import PlanLayout, UnitChoice
 from mmplan.planning.neighbours.trials import LayoutTrials, degrees_of, merit
-from mmplan.schema.plan import OrderRule, Plan
+from mmplan.schema.plan import Plan
 from mmplan.solvers.problem import Candidate
 
 # The best different layouts, from which the search starts, and with which it ends. Chosen by hand,
@@ -39,10 +37,7 @@ _PATIENCE = 12
 # What left the step of so many layouts in a row as it was is not tried again.
 _TRIED_TWICE = 2
 # The search ends after so many layouts in a row that gained nothing.
-_GIVE_UP = 100
-# On shared devices changes are tried in this order at the end, with this share of the budget.
-_EAGER: OrderRule = "forward-first"
-_EAGER_SHARE = 0.2
+_GIVE_UP = 200
 # A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
 # lose this share of what it takes more.
 _UNSEEN_SHARE = 0.5
@@ -138,23 +133,15 @@ class BestFirstSearch:
         centre = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = centre, False
-        eager_s = _EAGER_SHARE * self._left_s
         # Units whose changes left the centre's step as it was: it waits for others.
         slack: set[int] = set()
         while centre is not None:
-            is_over = not self._goes_on(in_vain) or self._left_s < eager_s
-            if not is_over and around is not None and (in_vain >= _PATIENCE or not self._heap):
+            if around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around.layout), around, math.inf)
                 around = None
-            if not is_over and not self._heap and not are_small_tried:
+            if not self._heap and not are_small_tried:
                 self._push(self._small(starts[0]), centre, math.inf)
                 are_small_tried = True
-            if (is_over or not self._heap) and eager_s:
-                eager_s, in_vain = 0.0, 0
-                self._heap.clear()
-                self._factors.clear()
-                for _, near in sorted(self._expanded.items())[:_STARTS]:
-                    self._push(self._eager(near.layout), near, math.inf)
             if not self._heap or not self._goes_on(in_vain):
                 break
             own = heapq.heappop(self._heap)[-1]
@@ -209,13 +196,6 @@ class BestFirstSearch:
                 self._expand(found)
         return best
 
-    def _eager(self, layout: PlanLayout) -> Iterator[PlanLayout]:
-        """Changes in another order: what is good about them may not be seen in the usual one."""
-        tuned = (other for _, other in self._changes.tuned(layout))
-        for other in (layout, *tuned, *self._changes.neighbours(layout)):
-            if other is not None and any(len(group) > 1 for group in other.groups):
-                yield replace(other, rule=_EAGER)
-
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""
         for small in self._changes.small(start.training.zero, self._trials.small_budget()):
@@ -232,7 +212,8 @@ class BestFirstSearch:
         for layout, own in centres.items():
             self._seen.add(layout)
             self._learn(layout, 1.0)
-            if own.plan.waves or self._space.units_of(layout) != own.plan.units:
+            is_ordered = layout.shares_devices and own.plan.order is None
+            if is_ordered or own.plan.waves or self._space.units_of(layout) != own.plan.units:
                 self._add(_Untried(layout=layout, expected_s=0.0, promised_s=0.0, start=own.start))
             self._expand(own)
         return next(iter(centres.values()), None)
@@ -351,6 +332,7 @@ def _runs(choice: UnitChoice) -> tuple[object, ...]:
 
 def _learnt_by(layout: PlanLayout) -> Iterator[tuple[object, ...]]:
     """What estimates are corrected by: all degrees, and each unit's choice, whatever its lead."""
-    yield layout.backwards, layout.rule, layout.in_turn, *degrees_of(layout)
+    order = layout.rule, layout.timed
+    yield layout.backwards, order, layout.in_turn, *degrees_of(layout)
     for index, choice in enumerate(layout.choices):
-        yield layout.backwards, layout.rule, index, *_runs(choice)
+        yield layout.backwards, order, index, *_runs(choice)

@@ -7,18 +7,23 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
 
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import Backwards, LayoutSpace, PlanLayout, UnitChoice
 from mmplan.planning.order_search import LEADS
 from mmplan.program.schedules.registry import POLICIES
-from mmplan.schema.plan import OrderRule
+from mmplan.schema.plan import Order, OrderRule
 from mmplan.solvers.sample_split import fewest_replicas, microbatch_sizes
 from mmplan.solvers.search_budget import SearchBudget
 
 # Forwards between the start and the end of a batch-sync at most; chosen by hand.
 _MOST_SYNC_LEAD = 2
+# Orders on shared devices that are tried beside each other.
+_ORDERS: tuple[tuple[OrderRule, bool], ...] = (
+    ("forward-first", True),
+    ("longest-path", True),
+    (Order().rule, False),
+)
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
 # Uniform layouts: parts of the devices, micro-batches of a unit, and choices kept of a group.
@@ -335,9 +340,9 @@ class LayoutChanges:
         for other in self._other_backwards(layout):
             yield ("backwards", other.backwards), other
         yield from self._other_sync_leads(layout)
-        if any(len(group) > 1 for group in layout.groups):
-            for rule in get_args(OrderRule):
-                yield ("rule", rule), replace(layout, rule=rule)
+        if layout.shares_devices:
+            for rule, timed in _ORDERS:
+                yield ("order", (rule, timed)), replace(layout, rule=rule, timed=timed)
         for turns in self._other_turns(layout):
             yield ("in_turn", turns), replace(layout, in_turn=turns)
         ahead = [i for i, c in enumerate(layout.choices) if POLICIES[c.kind].runs_ahead]

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Literal
 
 from mmplan.schema.grid import RankGrid
-from mmplan.schema.plan import OrderRule, Plan, Schedule, ScheduleKind, Unit
+from mmplan.schema.plan import Order, OrderRule, Plan, Schedule, ScheduleKind, Unit
 from mmplan.schema.workload import Pins
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_stages
 from mmplan.solvers.placement import Shape, make_unit, place_modules
@@ -75,6 +75,7 @@ class PlanLayout:
         backwards: whole, split, or split with as many micro-batches on all stages, where the
             workload leaves it to the plan.
         rule: of the order on shared devices.
+        timed: that order knows what computes take.
         in_turn: tasks that run one after another.
     """
 
@@ -82,7 +83,8 @@ class PlanLayout:
     groups: tuple[tuple[int, ...], ...]
     zero: tuple[int, ...]
     backwards: Backwards = "fused"
-    rule: OrderRule = "backward-first"
+    rule: OrderRule = "forward-first"
+    timed: bool = True
     in_turn: tuple[str, ...] = ()
 
     def group_devices(self, group: Sequence[int]) -> int:
@@ -93,6 +95,15 @@ class PlanLayout:
     def devices(self) -> int:
         """Of all groups."""
         return sum(map(self.group_devices, self.groups))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether some units do."""
+        return len(self.groups) < len(self.choices)
+
+    def in_usual_order(self) -> PlanLayout:
+        """The layout with the order that a plan has by default."""
+        return replace(self, rule=Order().rule, timed=False)
 
     def group_of(self, index: int) -> tuple[int, ...]:
         """The group of a unit."""

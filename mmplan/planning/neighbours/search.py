@@ -90,7 +90,7 @@ class NeighbourSearch:
             for other, zero in itertools.product(others, stages):
                 if self._trials.budget.is_over:
                     return None
-                other = other.cut_further(zero)
+                other = other.in_usual_order().cut_further(zero)
                 # What was learnt could be wrong, and the first that fits is wanted.
                 if other in seen or self._trials.least_bytes(other) > self._trials.memory_bytes:
                     continue

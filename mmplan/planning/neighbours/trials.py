@@ -58,12 +58,14 @@ class LayoutTrials:
         units = self.space.units_of(layout)
         if units is None:
             return None
+        is_ordered = layout.shares_devices and layout != layout.in_usual_order()
         return Candidate(
             units=units,
             objective_s=0.0,
             in_turn=layout.in_turn,
             zero=cast(ZeroStage, self.space.plan_zero(layout)),
-            order=None if layout.rule == Order().rule else Order(rule=layout.rule),
+            order=Order(rule=layout.rule) if is_ordered else None,
+            is_timed=is_ordered and layout.timed,
         )
 
     def run(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
