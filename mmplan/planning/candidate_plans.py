@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.measured_trials import SimulatedPlan, peak_bytes
+from mmplan.planning.order_search import timed
 from mmplan.planning.stage_cuts import StageCuts
 from mmplan.planning.unit_schedules import pinned_backwards
-from mmplan.planning.order_search import timed
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.agreement import depended_on, planned_task
 from mmplan.schema.plan import (

@@ -239,7 +239,9 @@ class Refinement:
                 return None
             limit_s, needed = POLISHED_BY * own.predicted.iteration_s, math.inf
             with suppress(InvalidInputError):
-                other, needed = self._plans.with_bytes(other, None, limit_s, effort / POLISHED_OFTEN)
+                other, needed = self._plans.with_bytes(
+                    other, None, limit_s, effort / POLISHED_OFTEN
+                )
             simulates = needed <= self._plans.memory_bytes and self._plans.is_compiled(other)
             return other if simulates and other.predicted.iteration_s < limit_s else None
 

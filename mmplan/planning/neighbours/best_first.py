@@ -36,8 +36,6 @@ _NEAR = 1.02
 _PATIENCE = 12
 # What left the step of so many layouts in a row as it was is not tried again.
 _TRIED_TWICE = 2
-# The search ends after so many layouts in a row that gained nothing.
-_GIVE_UP = 200
 # A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
 # lose this share of what it takes more.
 _UNSEEN_SHARE = 0.5
@@ -91,16 +89,15 @@ class _Centre:
 
 
 class BestFirstSearch:
-    """Tries the layouts that promise most, until its budget ends or nothing more is gained.
+    """Tries the layouts that promise most, until its budget ends or none is left.
 
     Args:
         trials: of layouts.
         least_s: no plan takes less.
-        kept_s: of the budget, which the search leaves.
     """
 
-    def __init__(self, trials: LayoutTrials, *, least_s: float, kept_s: float) -> None:
-        self._trials, self._least_s, self._kept_s = trials, least_s, kept_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
+        self._trials, self._least_s = trials, least_s
         self._budget, self._memory_bytes = trials.budget, trials.memory_bytes
         self._space, self._estimates, self._changes = trials.space, trials.estimates, trials.changes
         self._seen: set[PlanLayout] = set()
@@ -122,8 +119,8 @@ class BestFirstSearch:
         # No trial is begun for which too little is left.
         self._longest_s = trials.trial_s
 
-    def run(self, starts: Sequence[Plan]) -> Neighbours:
-        """The best plan that changes of some others lead to.
+    def run(self, starts: Sequence[Plan]) -> Iterator[Neighbours]:
+        """The best plan that changes of some others lead to, after each trial.
 
         Args:
             starts: simulated, best first; one at least.
@@ -142,7 +139,7 @@ class BestFirstSearch:
             if not self._heap and not are_small_tried:
                 self._push(self._small(starts[0]), centre, math.inf)
                 are_small_tried = True
-            if not self._heap or not self._goes_on(in_vain):
+            if not self._heap or not self._may_gain:
                 break
             own = heapq.heappop(self._heap)[-1]
             layout, expected_s, start = own.layout, own.expected_s, own.start
@@ -194,7 +191,7 @@ class BestFirstSearch:
             is_near = step_s <= _NEAR * self._best_s
             if step_s * _SAME < own.limit_s and is_near and step_s not in self._expanded:
                 self._expand(found)
-        return best
+            yield best
 
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""
@@ -219,13 +216,9 @@ class BestFirstSearch:
         return next(iter(centres.values()), None)
 
     @property
-    def _left_s(self) -> float:
-        """What this search may spend."""
-        return self._budget.left_s - self._kept_s
-
-    def _goes_on(self, in_vain: int) -> bool:
-        may_gain = self._best_s > self._least_s * _SAME
-        return may_gain and in_vain < _GIVE_UP and self._left_s > self._longest_s
+    def _may_gain(self) -> bool:
+        is_over = self._budget.left_s <= self._longest_s
+        return not is_over and self._best_s > self._least_s * _SAME
 
     def _tried(self, layout: PlanLayout, candidate: Candidate) -> tuple[Plan | None, float]:
         left_s = self._budget.left_s
@@ -272,7 +265,7 @@ class BestFirstSearch:
         step_s = own.plan.predicted.iteration_s
         estimated_s = self._estimates.estimate_s(own.layout)
         # Most of the budget is for trials.
-        budget = self._budget.part(self._left_s / 4)
+        budget = self._budget.part(self._budget.left_s / 4)
         for other in others:
             if budget.is_over:
                 return

@@ -425,7 +425,9 @@ def _shares(layout: PlanLayout) -> Iterator[tuple[list[int], tuple[int, ...]]]:
         ends = ((layout.choices[i].offset, layout.choices[i].end) for i in group)
         for first, end in pairwise(sorted({0, *chain.from_iterable(ends)})):
             own = [
-                i for i in group if layout.choices[i].offset <= first and end <= layout.choices[i].end
+                i
+                for i in group
+                if layout.choices[i].offset <= first and end <= layout.choices[i].end
             ]
             if own:
                 yield own, group

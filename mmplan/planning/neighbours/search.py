@@ -6,8 +6,8 @@ the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_fi
 
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
 groups. The few that promise most are tried first, and the best of them is the start of a search of
-its own. Of the two searches that with the better start comes first. Where no solver has a plan that
-fits, the first small layout that does is the plan.
+its own. The two searches take turns, and that with the better plan begins each round. Where no
+solver has a plan that fits, the first small layout that does is the plan.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mmplan.solvers.problem import Candidate
 _UNIFORM = 6
 # Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
-# The second search has this share of the rest and what the first one leaves, unless the share is
-# enough for fewer trials than these.
-_SECOND_SHARE = 0.4
-_FEW = 16
+# Searches take turns: each gets so many parts of the budget, of these. The better one has the rest.
+_TURNS, _PARTS = 2, 8
+# A turn ends after so many trials in a row that gained nothing, and the search after so many.
+_TURN_IN_VAIN, _IN_VAIN = 30, 100
 
 
 class NeighbourSearch:
@@ -60,13 +60,22 @@ class NeighbourSearch:
         if uniform is not None and not self._is_same(uniform.plan, starts[0]):
             origins.append([uniform.plan])
             origins.sort(key=lambda own: merit(own[0]))
-        kept_s = _SECOND_SHARE * self._trials.budget.left_s
-        if len(origins) == 1 or kept_s < _FEW * self._trials.price_s(origins[1][0]):
-            kept_s = 0.0
+        best_of = [Neighbours(plan=own[0], start=own[0]) for own in origins]
+        searches = [
+            BestFirstSearch(self._trials, least_s=self._least_s).run(own) for own in origins
+        ]
+        budget, part_s = self._trials.budget, self._trials.budget.left_s / _PARTS
+        for most in (*[_TURN_IN_VAIN] * _TURNS, _IN_VAIN):
+            for place in sorted(range(len(origins)), key=lambda n: merit(best_of[n].plan)):
+                until_s = budget.left_s - part_s if most == _TURN_IN_VAIN else 0.0
+                in_vain = 0
+                for best in searches[place]:
+                    in_vain = 0 if best is not best_of[place] else in_vain + 1
+                    best_of[place] = best
+                    if in_vain == most or budget.left_s <= until_s:
+                        break
         found: list[Neighbours] = []
-        for own in origins:
-            search = BestFirstSearch(self._trials, least_s=self._least_s, kept_s=kept_s)
-            best, kept_s = search.run(own), 0.0
+        for own, best in zip(origins, best_of, strict=True):
             if uniform is not None and own is not starts:
                 best = uniform if best.candidate is None else replace(best, start=uniform.start)
             found.append(best)
