@@ -26,9 +26,10 @@ from mmplan.schema.plan import (
     Unit,
 )
 from mmplan.schema.workload import TaskView, Workload
+from mmplan.simulation.critical_path import critical_modules
 from mmplan.simulation.least_step import least_step_s
 from mmplan.simulation.peak_memory import memory_lower_bound
-from mmplan.simulation.step import prediction
+from mmplan.simulation.step import Simulation, prediction
 from mmplan.simulation.symmetry import BestSteps, CompiledStep, compiled
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
@@ -88,6 +89,8 @@ class CandidatePlans:
         # Several solvers find the same plan.
         self._predicted: dict[Hashable, Prediction] = {}
         self._instructions: dict[Hashable, int] = {}
+        # What was simulated last.
+        self._last: tuple[Prediction, Simulation] | None = None
         # Bytes of plans that were compiled, and then not simulated, for they do not fit.
         self._refused: dict[Hashable, float] = {}
 
@@ -103,6 +106,12 @@ class CandidatePlans:
     def is_compiled(self, plan: Plan) -> bool:
         """Whether a plan was compiled; not all of these were simulated."""
         return _what_runs(plan) in self._instructions
+
+    def critical_modules(self, plan: Plan) -> frozenset[tuple[str, str]]:
+        """:func:`critical_modules` of the plan that was simulated last; of others none."""
+        if self._last is None or self._last[0] is not plan.predicted:
+            return frozenset()
+        return critical_modules(self._last[1])
 
     def instructions_of(self, plan: Plan) -> int:
         """Of a plan that was compiled."""
@@ -263,6 +272,7 @@ class CandidatePlans:
     def _simulate(self, program: CompiledStep) -> Prediction:
         step = program.simulated()
         predicted = prediction(step[0], program.plan)
+        self._last = predicted, step[0]
         if self._steps is not None and peak_bytes(predicted) <= self.memory_bytes:
             self._steps.keep(predicted, step)
         return predicted

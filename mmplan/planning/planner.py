@@ -382,6 +382,7 @@ class _PlanSearch:
         trials = LayoutTrials(
             self._request,
             trial=trial,
+            critical_modules=self._plans.critical_modules,
             trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
             price_s=lambda plan: self._plans.instructions_of(plan) / INSTRUCTIONS_PER_S,
             budget=budget,

@@ -182,6 +182,8 @@ class BestFirstSearch:
             if merit(plan) < merit(centre.plan):
                 around = centre = found
                 slack -= changed
+                if critical := self._trials.critical_units(plan):
+                    slack = set(range(len(layout.choices))) - critical
             step_s = rounded(plan.predicted.iteration_s)
             if tuning:
                 is_same = step_s == rounded(own.limit_s)

@@ -25,6 +25,8 @@ class LayoutTrials:
         trial: the simulated plan of a candidate, None where it does not fit or cannot run, and the
             bytes that it needs at least, 0 or infinite where nobody knows. It spends from the
             budget what it takes.
+        critical_modules: (task, module) that the plan of the last trial waits for; empty where
+            nobody knows.
         trial_s: seconds of a quiet core that a trial takes about.
         price_s: of a plan that was simulated, these seconds.
         budget: of all trials and estimates.
@@ -39,6 +41,7 @@ class LayoutTrials:
         request: Request,
         *,
         trial: Callable[[Candidate], tuple[Plan | None, float]],
+        critical_modules: Callable[[Plan], frozenset[tuple[str, str]]],
         trial_s: float,
         price_s: Callable[[Plan], float],
         budget: SearchBudget,
@@ -49,7 +52,7 @@ class LayoutTrials:
         self.estimates = LayoutEstimates(self.space)
         self.changes = LayoutChanges(self.space, self.estimates)
         self.evaluations = 0
-        self._trial = trial
+        self._trial, self._critical_modules = trial, critical_modules
         # By :func:`_held_by` the least factor by which plans held more activations than estimated.
         self._factors: dict[tuple[object, ...], float] = {}
 
@@ -78,6 +81,15 @@ class LayoutTrials:
             factor = (num_bytes - fixed_bytes) / active_bytes
             self._factors[key] = max(1.0, min(factor, self._factors.get(key, math.inf)))
         return plan, num_bytes
+
+    def critical_units(self, plan: Plan) -> set[int]:
+        """Units of a layout that the step waits for, by the last trial; empty if nobody knows."""
+        found = self._critical_modules(plan)
+        return {
+            index
+            for index, (_, problem, module) in enumerate(self.space.modules)
+            if (problem.task.name, module) in found
+        }
 
     def needed(self, layout: PlanLayout) -> float:
         """Bytes of the fullest device, by the estimate and what others held of activations."""
