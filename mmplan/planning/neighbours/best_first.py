@@ -39,6 +39,10 @@ _TRIED_TWICE = 2
 # A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
 # lose this share of what it takes more.
 _UNSEEN_SHARE = 0.5
+# Of other steps, this share of what they take.
+_LEAST_UNSEEN = 0.05
+# Changes of units that the best step does not wait for come as if they took so many times as long.
+_LATER = 1.05
 _IN_FLIGHT = ("leads", "backwards")
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
@@ -69,6 +73,7 @@ class _Untried:
         start: that changes led to it from.
         limit_s: the search goes on from it if it takes less.
         factor: by which ``expected_s`` is more than estimated.
+        waits: it was put back, since only units differ that the best plan does not wait for.
     """
 
     layout: PlanLayout
@@ -77,6 +82,7 @@ class _Untried:
     start: Plan
     limit_s: float = math.inf
     factor: float = 1.0
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +161,9 @@ class BestFirstSearch:
                 continue
             changed = _changed(centre.layout, layout)
             centre_s = rounded(centre.plan.predicted.iteration_s)
-            # Once: what was put back is not before the centre's step again.
-            if expected_s < centre_s and changed and changed <= slack:
-                self._add(replace(own, expected_s=centre_s, promised_s=centre_s))
+            if not own.waits and changed and changed <= slack:
+                later_s = max(own.promised_s, _LATER * centre_s)
+                self._add(replace(own, promised_s=later_s, waits=True))
                 continue
             needed = self._trials.needed(layout)
             if needed > self._memory_bytes:
@@ -281,7 +287,8 @@ class BestFirstSearch:
                 promised_s = expected_s
                 tuning = self._tunings.get(other)
                 if tuning is not None and tuning[0] in _IN_FLIGHT:
-                    promised_s -= _UNSEEN_SHARE * max(0.0, step_s - estimated_s)
+                    unseen_s = _UNSEEN_SHARE * (step_s - estimated_s)
+                    promised_s -= max(unseen_s, _LEAST_UNSEEN * step_s)
                 self._add(
                     _Untried(
                         layout=other,

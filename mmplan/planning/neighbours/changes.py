@@ -27,7 +27,7 @@ _ORDERS: tuple[tuple[OrderRule, bool], ...] = (
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
 # Uniform layouts: parts of the devices, micro-batches of a unit, and choices kept of a group.
-_EIGHTHS = 8
+_PARTS = (8, 16)
 _UNIFORM_COUNTS = (1, 2, 4, 8, 16, 64)
 _UNIFORM_KEPT = 4
 # Estimates are paid for too: seconds of a quiet core.
@@ -517,7 +517,7 @@ class LayoutChanges:
                     yield layout
 
     def uniform(self, budget: SearchBudget) -> Iterator[PlanLayout]:
-        """Units in one or two groups, each with one tp and pp on a whole number of eighths.
+        """Units in one or two groups, each with one tp and pp on some parts of the devices.
 
         Units with the same parameters are in one group. Of a group on so many devices those
         choices are taken that take least, and others that hold less.
@@ -546,15 +546,18 @@ class LayoutChanges:
         owners, devices = self._space.owners, self._request.devices
         everything, names = range(len(owners)), list(dict.fromkeys(owners))
         yield [(tuple(everything), devices)]
-        shares = sorted({devices * eighth // _EIGHTHS for eighth in range(1, _EIGHTHS)} - {0})
-        for number in range(1, len(names)):
-            for others in itertools.combinations(names[1:], number):
-                first, second = (
-                    tuple(i for i in everything if (owners[i] in others) == is_other)
-                    for is_other in (False, True)
-                )
-                for share in shares:
-                    yield [(first, share), (second, devices - share)]
+        seen = {0}
+        for parts in _PARTS:
+            shares = {devices * part // parts for part in range(1, parts)} - seen
+            seen |= shares
+            for number in range(1, len(names)):
+                for others in itertools.combinations(names[1:], number):
+                    first, second = (
+                        tuple(i for i in everything if (owners[i] in others) == is_other)
+                        for is_other in (False, True)
+                    )
+                    for share in sorted(shares):
+                        yield [(first, share), (second, devices - share)]
 
     def _uniform_group(
         self, group: tuple[int, ...], devices: int, budget: SearchBudget

@@ -5,8 +5,8 @@ units share devices, and how the whole runs: backwards, order, ZeRO stage. The s
 the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_first`).
 
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
-groups. The few that promise most are tried first, and the best of them is the start of a search of
-its own. The two searches take turns, and that with the better plan begins each round. Where no
+groups. The few that promise most are tried first, and the best of them are the starts of a search of
+their own. The two searches take turns, and that with the better plan begins each round. Where no
 solver has a plan that fits, the first small layout that does is the plan.
 """
 
@@ -56,9 +56,9 @@ class NeighbourSearch:
         Args:
             starts: simulated, best first; one at least.
         """
-        origins, uniform = [starts], self._best_uniform(starts[0])
-        if uniform is not None and not self._is_same(uniform.plan, starts[0]):
-            origins.append([uniform.plan])
+        origins, uniform = [starts], self._simulated_uniform(starts[0])
+        if uniform and not self._is_same(uniform[0].plan, starts[0]):
+            origins.append([own.plan for own in uniform])
             origins.sort(key=lambda own: merit(own[0]))
         best_of = [Neighbours(plan=own[0], start=own[0]) for own in origins]
         searches = [
@@ -76,8 +76,8 @@ class NeighbourSearch:
                         break
         found: list[Neighbours] = []
         for own, best in zip(origins, best_of, strict=True):
-            if uniform is not None and own is not starts:
-                best = uniform if best.candidate is None else replace(best, start=uniform.start)
+            if own is not starts:
+                best = uniform[0] if best.candidate is None else replace(best, start=starts[0])
             found.append(best)
         return sorted(found, key=lambda best: merit(best.plan))
 
@@ -111,30 +111,33 @@ class NeighbourSearch:
                 heapq.heappush(heap, (held, next(numbers), other))
         return None
 
-    def _best_uniform(self, start: Plan) -> Neighbours | None:
-        """The best of the few uniform layouts that promise most and fit.
+    def _simulated_uniform(self, start: Plan) -> list[Neighbours]:
+        """The few uniform layouts that promise most and fit, the best first.
 
         Args:
             start: what the others are reported to come from; none has a lower ZeRO stage.
         """
-        trials, found = self._trials, None
+        trials, found = self._trials, list[Neighbours]()
+        layouts = self._uniform(start.training.zero)
         # Most is for changes of the best.
         until_s = (1 - UNIFORM_SHARE / 2) * trials.budget.left_s
-        for layout in self._uniform(start.training.zero):
+        for layout in layouts:
             candidate = trials.candidate(layout)
             if candidate is None or trials.needed(layout) > trials.memory_bytes:
                 continue
             if trials.budget.left_s - until_s <= trials.trial_s:
                 break
             plan, _ = trials.run(layout, candidate)
-            if plan is not None and (found is None or merit(plan) < merit(found.plan)):
-                found = Neighbours(plan=plan, start=start, candidate=candidate)
-        return found
+            if plan is not None:
+                found.append(Neighbours(plan=plan, start=start, candidate=candidate))
+        return sorted(found, key=lambda own: merit(own.plan))
 
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
         """The few that promise most of those that fit."""
         budget = self._trials.small_budget()
-        estimated: list[tuple[float, int, PlanLayout]] = []
+        # Of those with the same groups one, or they would all be about the same.
+        best_of: dict[tuple[object, ...], tuple[float, int, PlanLayout]] = {}
+        numbers = itertools.count()
         for layout in self._trials.changes.uniform(budget):
             if budget.is_over:
                 break
@@ -143,6 +146,8 @@ class NeighbourSearch:
                 budget.spend(self._trials.changes.estimate_s)
                 if self._trials.estimates.least_bytes(further) <= self._trials.memory_bytes:
                     estimate_s = self._trials.estimates.estimate_s(further)
-                    estimated.append((estimate_s, len(estimated), further))
+                    key, own = (further.groups, not further.in_turn), (estimate_s, next(numbers))
+                    if key not in best_of or estimate_s < best_of[key][0]:
+                        best_of[key] = *own, further
                     break
-        return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, estimated)]
+        return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, best_of.values())]
