@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,13 +26,15 @@ from mmplan.schema.plan import Plan
 from mmplan.solvers.problem import Candidate
 
 # Uniform layouts that are tried. Chosen by hand, as all that follows.
-_UNIFORM = 6
+_UNIFORM = 8
+# Of them with the same groups.
+_ALIKE = 2
 # Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
 # Searches take turns: each gets so many parts of the budget, of these. The better one has the rest.
 _TURNS, _PARTS = 2, 8
 # A turn ends after so many trials in a row that gained nothing, and the search after so many.
-_TURN_IN_VAIN, _IN_VAIN = 30, 100
+_TURN_IN_VAIN, _IN_VAIN = 30, 200
 
 
 class NeighbourSearch:
@@ -135,8 +138,9 @@ class NeighbourSearch:
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
         """The few that promise most of those that fit."""
         budget = self._trials.small_budget()
-        # Of those with the same groups one, or they would all be about the same.
-        best_of: dict[tuple[object, ...], tuple[float, int, PlanLayout]] = {}
+        # Of those with the same groups few, or they would all be about the same.
+        best_of: defaultdict[tuple[object, ...], list[tuple[float, int, PlanLayout]]]
+        best_of = defaultdict(list)
         numbers = itertools.count()
         for layout in self._trials.changes.uniform(budget):
             if budget.is_over:
@@ -146,8 +150,10 @@ class NeighbourSearch:
                 budget.spend(self._trials.changes.estimate_s)
                 if self._trials.estimates.least_bytes(further) <= self._trials.memory_bytes:
                     estimate_s = self._trials.estimates.estimate_s(further)
-                    key, own = (further.groups, not further.in_turn), (estimate_s, next(numbers))
-                    if key not in best_of or estimate_s < best_of[key][0]:
-                        best_of[key] = *own, further
+                    own = best_of[further.groups, bool(further.in_turn)]
+                    own.append((estimate_s, next(numbers), further))
+                    own.sort()
+                    del own[_ALIKE:]
                     break
-        return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, best_of.values())]
+        every = itertools.chain(*best_of.values())
+        return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, every)]
