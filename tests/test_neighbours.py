@@ -25,6 +25,7 @@ from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.planning.neighbours.search import NeighbourSearch
 from mmplan.planning.neighbours.trials import LayoutTrials
+from mmplan.planning.order_search import shares_ranks
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
@@ -208,10 +209,15 @@ def search_with(
     whole: Enumeration,
     trial: Callable[[Candidate], tuple[Plan | None, float]],
     budget_s: float = 1000.0,
+    critical_modules: Callable[[Plan], frozenset[tuple[str, str]]] = lambda plan: frozenset(),
 ) -> NeighbourSearch:
     budget = SearchBudget(budget_s)
     trials = LayoutTrials(
-        whole.request, trial=trial, trial_s=0.0, price_s=lambda plan: 0.0, budget=budget
+        whole.request,
+        trial=trial,
+        critical_modules=critical_modules,
+        trial_s=0.0,
+        budget=budget,
     )
     return NeighbourSearch(trials, least_s=0.0)
 
@@ -657,14 +663,79 @@ def test_leads_come_first_where_a_step_takes_longer_than_estimated(
     assert early < place()
 
 
-def test_a_search_with_nothing_left_ends_with_forwards_first(tmp_path: Path) -> None:
+def test_shared_devices_are_tried_in_an_order_that_knows_the_times(tmp_path: Path) -> None:
     job, costs = small_job(7)
     start = run_solve(tmp_path, job, costs, budget_s=0.0)
-    assert len(start.units) > 1  # others share devices
-    orders = [item.order for item in tried(job, costs, [start], budget_s=1000.0)]
-    assert orders[-1] is not None
-    assert orders[-1].rule == "forward-first"
-    assert None in orders
+    every = tried(job, costs, [start], budget_s=1000.0)
+    shared = [
+        item for item in every if shares_ranks(start.model_copy(update={"units": item.units}))
+    ]
+    assert len(every) > len(shared) > 0
+    assert all(item.order is None for item in every if item not in shared)
+    # In the usual order too, which comes without times.
+    assert {item.is_timed for item in shared} == {True, False}
+    assert None in [item.order for item in shared]
+    assert not any(item.is_timed and item.order is None for item in shared)
+
+
+def test_a_plan_in_the_usual_order_is_as_good_where_it_takes_as_long(tmp_path: Path) -> None:
+    """Towers with one micro-batch each: no order of theirs is shorter than another."""
+    costs = profile({n: module_profile(2.0, 4.0, tp={1: 1.0, 2: 1.1}) for n in "ab"}, 2)
+    plan = run_solve(tmp_path, workload({"a": {}, "b": {}}, batch=2), costs)
+    assert plan.order is None
+    assert plan.predicted.iteration_s == pytest.approx(plan.solver.lower_bound_s)
+
+
+def test_estimates_know_which_devices_a_turn_leaves_free() -> None:
+    """Two tasks side by side on halves of the devices, then one on all of them."""
+    losses = {f"l{n}": {"factory": "mmplan.zoo.losses:mse", "inputs": [n, "y"]} for n in "abc"}
+    tasks: dict[str, Any] = {f"T{n}": {"modules": [n], "losses": [f"l{n}"]} for n in "abc"}
+    job = workload({n: {} for n in "abc"}, batch=4, losses=losses, tasks=tasks)
+    costs = profile({n: module_profile(1.0, 2.0, parameters=0.0) for n in "abc"}, 4)
+    whole = Enumeration(job, costs)
+
+    def choice(dp: int, offset: int) -> UnitChoice:
+        return UnitChoice(tp=1, pp=1, vpp=1, dp=dp, size=1, kind="1f1b", lead=1, offset=offset)
+
+    layout = PlanLayout(
+        choices=(choice(2, 0), choice(2, 2), choice(4, 0)),
+        groups=((0, 1, 2),),
+        zero=(0, 0, 0),
+        in_turn=("Ta", "Tb", "Tc"),
+    )
+    # Two samples of a or b, then one of c.
+    assert whole.estimates.estimate_s(layout) == pytest.approx(9.0)
+    first = replace(layout, in_turn=("Ta", "Tc", "Tb"))
+    assert whole.estimates.estimate_s(first) == pytest.approx(15.0)
+
+
+def test_changes_of_what_nothing_waits_for_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayoutChanges, "uniform", lambda *_: iter(()))
+    costs = profile({n: module_profile(1.0, 2.0, fixed_s=1.0, blocks=4) for n in "ab"}, 4)
+    job = workload({"a": {}, "b": {}}, batch=16)
+    whole = Enumeration(job, costs)
+    start = run_solve(tmp_path, job, costs, budget_s=0.0, solver="distmm")
+
+    def shape(unit: Unit) -> object:
+        return unit.ranks, unit.blocks, unit.microbatches
+
+    def others(critical: frozenset[tuple[str, str]]) -> int:
+        """Of some trials after a better plan, those in which a is as in that plan."""
+        found: list[object] = []
+
+        def trial(candidate: Candidate) -> tuple[Plan | None, float]:
+            found.append(shape(candidate.units[0]))
+            seconds = start.predicted.iteration_s * (0.99 if len(found) == 1 else 1.0)
+            predicted = Prediction(iteration_s=seconds, samples_per_s=1.0)
+            return start.model_copy(update={"units": candidate.units, "predicted": predicted}), 0.0
+
+        search_with(whole, trial, critical_modules=lambda plan: critical).run([start])
+        return found[1:41].count(found[0])
+
+    a, b = (frozenset({(unit.task, unit.module)}) for unit in start.units)
+    assert others(a) < others(frozenset()) < others(b)
 
 
 def tried(

@@ -384,7 +384,6 @@ class _PlanSearch:
             trial=trial,
             critical_modules=self._plans.critical_modules,
             trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
-            price_s=lambda plan: self._plans.instructions_of(plan) / INSTRUCTIONS_PER_S,
             budget=budget,
         )
         return NeighbourSearch(trials, least_s=solution.formula_bound_s)

@@ -17,6 +17,7 @@ from mmplan.reporting.source import ReportData
 from mmplan.reporting.terminal.console import Grid
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.simulation.critical_path import seconds_on_path
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.step import Simulation
 from mmplan.wording import counted
@@ -61,6 +62,7 @@ def explain(
         Reason(topic="plan", text=_headline(plan, profile, simulation)),
         *([Reason(topic="gain", text=against)] if (against := fmt.gain(plan)) else []),
         *_module_reasons(simulation),
+        Reason(topic="path", text=_path(simulation)),
         Reason(topic="binds", text=_binding(plan, effects)),
         Reason(topic="waits", text=_waiting(simulation)),
         Reason(topic="memory", text=_memory(plan, simulation)),
@@ -137,6 +139,15 @@ def _module_reasons(simulation: Simulation) -> Iterator[Reason]:
     if rest:
         share = sum(work_s[module] for module in rest) / total_s
         yield Reason(topic="others", text=f"{', '.join(rest)}: {fmt.percent(share)} of the work")
+
+
+def _path(simulation: Simulation) -> str:
+    """What the end of the step waits for, one thing after the other."""
+    step_s, on_path = simulation.iteration_s or 1.0, seconds_on_path(simulation)
+    rest_s = simulation.iteration_s - sum(on_path.values())
+    own = {**dict(list(on_path.items())[:_MOST_MODULES]), "messages, losses and sums": rest_s}
+    parts = [f"{w} {fmt.percent(s / step_s)}" for w, s in own.items() if s >= _LEAST_GAIN * step_s]
+    return f"the step ends after this, one after the other: {', '.join(parts)}"
 
 
 def _binding(plan: Plan, effects: Sequence[Effect]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from functools import cache
 
@@ -37,6 +38,18 @@ def critical_modules(simulation: Simulation) -> frozenset[tuple[str, str]]:
                 stages = (s for s in program.stages if s.owner == reduction.owner)
                 found.update((s.task, s.module) for s in stages)
     return frozenset(found)
+
+
+def seconds_on_path(simulation: Simulation) -> dict[str, float]:
+    """Seconds of each module's computes on the critical path, most first."""
+    program, found = simulation.program, defaultdict[str, float](float)
+    for rank, position in critical_path(simulation):
+        item = program.instructions[rank][position]
+        if isinstance(item, Compute):
+            start_s = simulation.clocks.start[rank][position]
+            own_s = simulation.clocks.end[rank][position] - start_s
+            found[program.stages[item.stage].module] += own_s
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
 def critical_path(simulation: Simulation) -> list[Place]:

@@ -32,6 +32,8 @@ from mmplan.solvers.problem import Candidate
 _STARTS = 3
 # The search goes on from layouts that take up to this times the best step.
 _NEAR = 1.02
+# Where nothing else is left, from these.
+_FAR = 1.1
 # Pairs of changes are looked at once this many layouts in a row gained nothing.
 _PATIENCE = 12
 # What left the step of so many layouts in a row as it was is not tried again.
@@ -120,6 +122,8 @@ class BestFirstSearch:
         # By their steps the layouts whose neighbours are known. Of equal ones the first is enough:
         # they differ in what nothing waits for.
         self._expanded: dict[float, _Centre] = {}
+        # Layouts by their steps that the search may go on from.
+        self._passed: list[tuple[float, int, _Centre]] = []
         # The step of the best plan.
         self._best_s = math.inf
         # No trial is begun for which too little is left.
@@ -145,6 +149,8 @@ class BestFirstSearch:
             if not self._heap and not are_small_tried:
                 self._push(self._small(starts[0]), centre, math.inf)
                 are_small_tried = True
+            if not self._heap:
+                self._go_on_from(_FAR)
             if not self._heap or not self._may_gain:
                 break
             own = heapq.heappop(self._heap)[-1]
@@ -196,10 +202,18 @@ class BestFirstSearch:
                 self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
             if step_s == centre_s:
                 slack |= changed
-            is_near = step_s <= _NEAR * self._best_s
-            if step_s * _SAME < own.limit_s and is_near and step_s not in self._expanded:
-                self._expand(found)
+            if step_s * _SAME < own.limit_s:
+                heapq.heappush(self._passed, (step_s, next(self._numbers), found))
+            self._go_on_from(_NEAR)
             yield best
+
+    def _go_on_from(self, factor: float) -> None:
+        """Look around layouts that take up to this times the best step, until one is new."""
+        while self._passed and self._passed[0][0] <= factor * self._best_s:
+            step_s, _, own = heapq.heappop(self._passed)
+            if step_s not in self._expanded:
+                self._expand(own)
+                return
 
     def _small(self, start: Plan) -> Iterator[PlanLayout]:
         """Changes of a start may lead to these only by way of what does not fit."""

@@ -22,6 +22,7 @@ _MOST_SYNC_LEAD = 2
 _ORDERS: tuple[tuple[OrderRule, bool], ...] = (
     ("forward-first", True),
     ("longest-path", True),
+    ("longest-path", False),
     (Order().rule, False),
 )
 # What a layout runs otherwise than another one on the same devices.

@@ -5,17 +5,18 @@ units share devices, and how the whole runs: backwards, order, ZeRO stage. The s
 the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_first`).
 
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
-groups. The few that promise most are tried first, and the best of them are the starts of a search of
-their own. The two searches take turns, and that with the better plan begins each round. Where no
-solver has a plan that fits, the first small layout that does is the plan.
+groups. The few that promise most are tried first, and the best of them are the starts of a search
+of their own. The two searches take turns, and that with the better plan comes first in each. Where
+no solver has a plan that fits, the first small layout that does is the plan.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mmplan.planning.neighbours.best_first import BestFirstSearch, Neighbours
@@ -31,9 +32,9 @@ _UNIFORM = 8
 _ALIKE = 2
 # Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
-# Searches take turns: each gets so many parts of the budget, of these. The better one has the rest.
-_TURNS, _PARTS = 2, 8
-# A turn ends after so many trials in a row that gained nothing, and the search after so many.
+# Each of two searches has so many turns, of this share of the budget. The better one has the rest.
+_TURNS, _TURN_SHARE = 2, 1 / 8
+# A turn ends after so many trials in a row that gained nothing, and a search after so many.
 _TURN_IN_VAIN, _IN_VAIN = 30, 200
 
 
@@ -67,22 +68,33 @@ class NeighbourSearch:
         searches = [
             BestFirstSearch(self._trials, least_s=self._least_s).run(own) for own in origins
         ]
-        budget, part_s = self._trials.budget, self._trials.budget.left_s / _PARTS
-        for most in (*[_TURN_IN_VAIN] * _TURNS, _IN_VAIN):
+        turn = _TURN_IN_VAIN, _TURN_SHARE * self._trials.budget.left_s
+        for most, spent_s in (*[turn] * _TURNS, (_IN_VAIN, math.inf)):
             for place in sorted(range(len(origins)), key=lambda n: merit(best_of[n].plan)):
-                until_s = budget.left_s - part_s if most == _TURN_IN_VAIN else 0.0
-                in_vain = 0
-                for best in searches[place]:
-                    in_vain = 0 if best is not best_of[place] else in_vain + 1
-                    best_of[place] = best
-                    if in_vain == most or budget.left_s <= until_s:
-                        break
+                best_of[place] = self._go_on(searches[place], best_of[place], most, spent_s)
         found: list[Neighbours] = []
         for own, best in zip(origins, best_of, strict=True):
             if own is not starts:
                 best = uniform[0] if best.candidate is None else replace(best, start=starts[0])
             found.append(best)
         return sorted(found, key=lambda best: merit(best.plan))
+
+    def _go_on(
+        self, search: Iterator[Neighbours], best: Neighbours, most: int, spent_s: float
+    ) -> Neighbours:
+        """The best of a search that goes on for so many trials in vain, or seconds of the budget.
+
+        Args:
+            search: gives the best after each trial.
+            best: so far.
+        """
+        until_s, in_vain = self._trials.budget.left_s - spent_s, 0
+        for found in search:
+            in_vain = in_vain + 1 if found is best else 0
+            best = found
+            if in_vain == most or self._trials.budget.left_s <= until_s:
+                break
+        return best
 
     def _is_same(self, plan: Plan, other: Plan) -> bool:
         """Whether one has the other's layout and step: that of waves may have another step."""

@@ -28,7 +28,6 @@ class LayoutTrials:
         critical_modules: (task, module) that the plan of the last trial waits for; empty where
             nobody knows.
         trial_s: seconds of a quiet core that a trial takes about.
-        price_s: of a plan that was simulated, these seconds.
         budget: of all trials and estimates.
 
     Attributes:
@@ -43,10 +42,9 @@ class LayoutTrials:
         trial: Callable[[Candidate], tuple[Plan | None, float]],
         critical_modules: Callable[[Plan], frozenset[tuple[str, str]]],
         trial_s: float,
-        price_s: Callable[[Plan], float],
         budget: SearchBudget,
     ) -> None:
-        self.budget, self.trial_s, self.price_s = budget, trial_s, price_s
+        self.budget, self.trial_s = budget, trial_s
         self.memory_bytes = request.cluster.device.memory_bytes
         self.space = LayoutSpace(request)
         self.estimates = LayoutEstimates(self.space)
