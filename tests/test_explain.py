@@ -49,8 +49,11 @@ def gains(plan: Plan, given: Profile) -> dict[str, float]:
 def test_one_device_gains_what_its_modules_take(tmp_path: Path) -> None:
     # 3 s of vision and 9 s of llm a sample, nothing else: halves are 1/8 and 3/8 of the step.
     given = chain(1)
-    _, plan, _ = solved(tmp_path, given, solver="colocated")
+    _, plan, path = solved(tmp_path, given, solver="colocated")
     assert plan.predicted.iteration_s == pytest.approx(24)
+    reasons = explain(plan, given, simulate_plan(plan, path), [])
+    on_path = next(reason.text for reason in reasons if reason.topic == "path")
+    assert on_path == "the end of the step waits for llm 75.0%, vision 25.0%"
     found = gains(plan, given)
     assert list(found) == ["llm", "vision", MESSAGES, LOSSES, REDUCTIONS]
     assert found["llm"] == pytest.approx(3 / 8)
@@ -137,7 +140,7 @@ def test_the_lines_say_the_plan_in_figures(tmp_path: Path) -> None:
     simulation = simulate_plan(plan, path)
     reasons = explain(plan, given, simulation, part_effects(plan, given))
     by_topic = {reason.topic: reason.text for reason in reasons}
-    assert len(by_topic) == len(reasons) <= 12
+    assert len(by_topic) == len(reasons) <= 13
     assert f"of {plan.devices} devices" in by_topic["plan"]
     assert "given" in by_topic["plan"]
     # 3 and 9 of 12 seconds a sample.

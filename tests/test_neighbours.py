@@ -718,24 +718,31 @@ def test_changes_of_what_nothing_waits_for_come_later(
     whole = Enumeration(job, costs)
     start = run_solve(tmp_path, job, costs, budget_s=0.0, solver="distmm")
 
-    def shape(unit: Unit) -> object:
-        return unit.ranks, unit.blocks, unit.microbatches
+    slow = Prediction(iteration_s=1000.0, samples_per_s=1.0)
 
-    def others(critical: frozenset[tuple[str, str]]) -> int:
-        """Of some trials after a better plan, those in which a is as in that plan."""
-        found: list[object] = []
+    def shapes(units: Sequence[Unit]) -> list[object]:
+        return [(unit.ranks, unit.blocks, unit.microbatches) for unit in units]
+
+    def changed(critical: frozenset[tuple[str, str]]) -> list[int]:
+        """Of some trials after a better plan, how many change either unit alone."""
+        found: list[list[object]] = []
 
         def trial(candidate: Candidate) -> tuple[Plan | None, float]:
-            found.append(shape(candidate.units[0]))
-            seconds = start.predicted.iteration_s * (0.99 if len(found) == 1 else 1.0)
-            predicted = Prediction(iteration_s=seconds, samples_per_s=1.0)
-            return start.model_copy(update={"units": candidate.units, "predicted": predicted}), 0.0
+            found.append(shapes(candidate.units))
+            predicted = Prediction(iteration_s=990.0, samples_per_s=1.0)
+            changes = {"units": candidate.units, "predicted": slow if found[1:] else predicted}
+            return start.model_copy(update=changes), 0.0
 
-        search_with(whole, trial, critical_modules=lambda plan: critical).run([start])
-        return found[1:41].count(found[0])
+        starts = [start.model_copy(update={"predicted": slow})]
+        search_with(whole, trial, critical_modules=lambda plan: critical).run(starts)
+        pairs = [(own[0] != found[0][0], own[1] != found[0][1]) for own in found[1:61]]
+        return [pairs.count((True, False)), pairs.count((False, True))]
 
-    a, b = (frozenset({(unit.task, unit.module)}) for unit in start.units)
-    assert others(a) < others(frozenset()) < others(b)
+    (a_any, b_any) = changed(frozenset())
+    for place, unit in enumerate(start.units):
+        own = changed(frozenset({(unit.task, unit.module)}))
+        assert own[place] >= (a_any, b_any)[place]
+        assert own[1 - place] < (a_any, b_any)[1 - place]
 
 
 def tried(

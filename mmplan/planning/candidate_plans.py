@@ -263,6 +263,7 @@ class CandidatePlans:
         return plan.model_copy(update={"predicted": self._predicted[key]})
 
     def _compiled(self, plan: Plan, lowered: LoweredPlan | None = None) -> CompiledStep:
+        self._last = None  # large steps of large plans are not held beside the next one
         program = compiled(plan, self.request.costs, lowered)
         self._instructions[_what_runs(plan)] = program.num_instructions
         # One price, of what does not fit and is not simulated too: about right for both together.

@@ -145,9 +145,9 @@ def _path(simulation: Simulation) -> str:
     """What the end of the step waits for, one thing after the other."""
     step_s, on_path = simulation.iteration_s or 1.0, seconds_on_path(simulation)
     rest_s = simulation.iteration_s - sum(on_path.values())
-    own = {**dict(list(on_path.items())[:_MOST_MODULES]), "messages, losses and sums": rest_s}
+    own = {**dict(list(on_path.items())[:_MOST_MODULES]), "all else": rest_s}
     parts = [f"{w} {fmt.percent(s / step_s)}" for w, s in own.items() if s >= _LEAST_GAIN * step_s]
-    return f"the step ends after this, one after the other: {', '.join(parts)}"
+    return f"the end of the step waits for {', '.join(parts)}"
 
 
 def _binding(plan: Plan, effects: Sequence[Effect]) -> str:

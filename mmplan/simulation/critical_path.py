@@ -54,27 +54,22 @@ def seconds_on_path(simulation: Simulation) -> dict[str, float]:
 
 def critical_path(simulation: Simulation) -> list[Place]:
     """Computes, waits for losses and sums, each of which waits for the next, from the last on."""
-    trace = _Trace(simulation)
-    place, found = trace.last(), list[Place]()
+    chain = _WaitChain(simulation)
+    place, found = chain.last(), list[Place]()
     while place is not None:
         found.append(place)
-        place = trace.cause(place)
+        place = chain.cause(place)
     return found
 
 
-class _Trace:
+class _WaitChain:
     """What instructions of a simulated step waited for."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._program, self._clocks = simulation.program, simulation.clocks
         self._rows = simulation.program.instructions
-        self.same_s = _SAME * simulation.iteration_s
+        self._same_s = _SAME * simulation.iteration_s
         self._index = cache(self._index_of)
-
-    def start_s(self, place: Place) -> float:
-        """When an instruction began."""
-        rank, position = place
-        return self._clocks.start[rank][position]
 
     def last(self) -> Place | None:
         """The end of the step."""
@@ -85,9 +80,9 @@ class _Trace:
     def cause(self, place: Place) -> Place | None:
         """What an instruction waited for: of all that it needs what ended last, about."""
         rank, position = place
-        item, start_s = self._rows[rank][position], self.start_s(place)
+        item, start_s = self._rows[rank][position], self._clocks.start[rank][position]
         found = [own for own in self._waited(place) if own[1] is not None]
-        if not isinstance(item, Compute) and (not found or found[0][0] < start_s - self.same_s):
+        if not isinstance(item, Compute) and (not found or found[0][0] < start_s - self._same_s):
             # A collective begins when its last rank is there, and may wait for those before it.
             others = (self._before(*other) for other in self._met(rank, item))
             found += [(self._clocks.end[r][p], (r, p)) for r, p in filter(None, others)]

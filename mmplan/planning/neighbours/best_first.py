@@ -27,8 +27,7 @@ from mmplan.planning.neighbours.trials import LayoutTrials, degrees_of, merit
 from mmplan.schema.plan import Plan
 from mmplan.solvers.problem import Candidate
 
-# The best different layouts, from which the search starts, and with which it ends. Chosen by hand,
-# as all that follows.
+# The best different layouts, from which the search starts. Chosen by hand, as all that follows.
 _STARTS = 3
 # The search goes on from layouts that take up to this times the best step.
 _NEAR = 1.02
@@ -41,7 +40,7 @@ _TRIED_TWICE = 2
 # A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
 # lose this share of what it takes more.
 _UNSEEN_SHARE = 0.5
-# Of other steps, this share of what they take.
+# This share of the step at least.
 _LEAST_UNSEEN = 0.05
 # Changes of units that the best step does not wait for come as if they took so many times as long.
 _LATER = 1.05
@@ -140,7 +139,7 @@ class BestFirstSearch:
         centre = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = centre, False
-        # Units whose changes left the centre's step as it was: it waits for others.
+        # Units that the centre's step does not wait for, or whose changes left it as it was.
         slack: set[int] = set()
         while centre is not None:
             if around is not None and (in_vain >= _PATIENCE or not self._heap):

@@ -33,9 +33,11 @@ _ALIKE = 2
 # Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
 # Each of two searches has so many turns, of this share of the budget. The better one has the rest.
-_TURNS, _TURN_SHARE = 2, 1 / 8
+_TURNS = 2
+_TURN_SHARE = 1 / 8
 # A turn ends after so many trials in a row that gained nothing, and a search after so many.
-_TURN_IN_VAIN, _IN_VAIN = 30, 200
+_TURN_IN_VAIN = 30
+_IN_VAIN = 200
 
 
 class NeighbourSearch:
