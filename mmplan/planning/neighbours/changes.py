@@ -355,7 +355,7 @@ class LayoutChanges:
             for lead in (choice.lead - 1, choice.lead + 1):
                 if 0 <= lead <= max(LEADS):
                     other = layout.with_choices({index: replace(choice, lead=lead)})
-                    yield ("lead", (index, lead)), other
+                    yield ("lead", index), other
 
     def _other_sync_leads(self, layout: PlanLayout) -> Iterator[tuple[Tuning, PlanLayout]]:
         """Of all units with several rounds, or of one: each holds another round's activations."""
@@ -368,7 +368,7 @@ class LayoutChanges:
             for lead in (choice.sync_lead - 1, choice.sync_lead + 1):
                 if 0 <= lead <= _MOST_SYNC_LEAD:
                     other = layout.with_choices({index: replace(choice, sync_lead=lead)})
-                    yield ("sync_lead", (index, lead)), other
+                    yield ("sync_lead", index), other
 
     def _other_turns(self, layout: PlanLayout) -> Iterator[tuple[str, ...]]:
         """All tasks at once or in turn, in another order: sums of the last one's hide least."""
