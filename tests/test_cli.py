@@ -102,12 +102,8 @@ def test_json_is_the_only_thing_on_stdout(files: Files) -> None:
     checked = call("mmplan", "check", files.solved, "--json").document
     compared = str(files.solved.parent / "../birds/workload.yaml")
     assert checked.pop("most_held_blocks") > 0
-    assert checked == {
-        "plan": str(files.solved),
-        "workload": compared,
-        "faults": [],
-        "most_communicators": 2,
-    }
+    assert checked.pop("most_communicators") > 0
+    assert checked == {"plan": str(files.solved), "workload": compared, "faults": []}
     simulated = call("mmplan", "simulate", files.solved, "--trace", trace, "--json").document
     assert simulated["iteration_s"] == pytest.approx(plan["predicted"]["iteration_s"])
     assert json.loads(trace.read_text())["traceEvents"]

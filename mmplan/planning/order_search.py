@@ -24,6 +24,7 @@ from mmplan.program.schedules.global_order import Event, OrderBuilder, edge_link
 from mmplan.program.schedules.plan_order import order_stages
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
+from mmplan.schema.base import MOST_COUNT
 from mmplan.schema.plan import ChunkTimes, Order, OrderRule, Plan, Unit
 
 # Forwards that units run ahead of what their consumers need. On shared ranks more than one may hide
@@ -237,7 +238,10 @@ def nominal_times(
             costs.compute_s(stage, op, most) if op is Op.FORWARD or stage.has_backward else 0.0
             for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT)
         ]
-        forward, backward, inputs = (max(1, round(s / most * _NANOSECONDS)) for s in seconds)
+        # Of seconds beyond reason a plan's file holds the largest whole number that it can.
+        forward, backward, inputs = (
+            max(1, round(min(s / most * _NANOSECONDS, MOST_COUNT))) for s in seconds
+        )
         times[stage.unit].append(
             ChunkTimes(forward=forward, backward=backward, input_backward=inputs)
         )
