@@ -121,8 +121,10 @@ class BestFirstSearch:
         # By their steps the layouts whose neighbours are known. Of equal ones the first is enough:
         # they differ in what nothing waits for.
         self._expanded: dict[float, _Centre] = {}
-        # Layouts by their steps that the search may go on from.
+        # Layouts by their steps that the search may go on from; and those that only run otherwise
+        # than what they were made from, and take longer.
         self._passed: list[tuple[float, int, _Centre]] = []
+        self._worse: list[tuple[float, int, _Centre]] = []
         # The step of the best plan.
         self._best_s = math.inf
         # No trial is begun for which too little is left.
@@ -148,8 +150,9 @@ class BestFirstSearch:
             if not self._heap and not are_small_tried:
                 self._push(self._small(starts[0]), centre, math.inf)
                 are_small_tried = True
-            if not self._heap:
-                self._go_on_from(_FAR)
+            for others in (self._passed, self._worse):
+                if not self._heap:
+                    self._go_on_from(others, _FAR)
             if not self._heap or not self._may_gain:
                 break
             own = heapq.heappop(self._heap)[-1]
@@ -201,15 +204,17 @@ class BestFirstSearch:
                 self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
             if step_s == centre_s:
                 slack |= changed
-            if step_s * _SAME < own.limit_s:
-                heapq.heappush(self._passed, (step_s, next(self._numbers), found))
-            self._go_on_from(_NEAR)
+            if step_s != rounded(own.limit_s):
+                gains = step_s * _SAME < own.limit_s
+                others = self._passed if gains else self._worse
+                heapq.heappush(others, (step_s, next(self._numbers), found))
+            self._go_on_from(self._passed, _NEAR)
             yield best
 
-    def _go_on_from(self, factor: float) -> None:
-        """Look around layouts that take up to this times the best step, until one is new."""
-        while self._passed and self._passed[0][0] <= factor * self._best_s:
-            step_s, _, own = heapq.heappop(self._passed)
+    def _go_on_from(self, others: list[tuple[float, int, _Centre]], factor: float) -> None:
+        """Look around the first new one of layouts that take up to this times the best step."""
+        while others and others[0][0] <= factor * self._best_s:
+            step_s, _, own = heapq.heappop(others)
             if step_s not in self._expanded:
                 self._expand(own)
                 return
