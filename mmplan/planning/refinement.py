@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.candidate_plans import INSTRUCTIONS_OF_FIRST, CandidatePlans
-from mmplan.planning.measured_trials import AS_FAST, SimulatedPlan, as_fast_as, rounded, step_s
+from mmplan.planning.measured_trials import SimulatedPlan, as_fast_as, rounded, step_s
 from mmplan.planning.order_search import LEADS, OrderSearch, shares_ranks
 from mmplan.planning.uneven_shares import with_uneven_shares
 from mmplan.planning.unit_polish import polished
@@ -122,7 +122,7 @@ class Refinement:
             found_so = self._best_cuts(self._best_order(self._fused(first)))
             plain = self._in_usual_order(found_so)
             reordered = self._on_shared_ranks(found_so)
-            if step_s(plain) <= AS_FAST * step_s(reordered):
+            if rounded(step_s(plain)) <= rounded(step_s(reordered)):
                 reordered = plain
             split = self._best_backwards(reordered)
             if step_s(split) > step_s(first):  # a search has found more

@@ -27,7 +27,8 @@ _ORDERS: tuple[tuple[OrderRule, bool], ...] = (
 )
 # What a layout runs otherwise than another one on the same devices.
 Tuning = tuple[str, object]
-# Uniform layouts: parts of the devices, micro-batches of a unit, and choices kept of a group.
+# Uniform layouts: parts of the devices, coarse ones first; micro-batches of a unit, and choices
+# kept of a group.
 _PARTS = (8, 16)
 _UNIFORM_COUNTS = (1, 2, 4, 8, 16, 64)
 _UNIFORM_KEPT = 4
