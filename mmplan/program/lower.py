@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,9 +19,10 @@ from mmplan.program.model import (
     Stage,
     Ties,
     can_split,
+    replica_pairs,
 )
 from mmplan.program.reduction_starts import rounds_of, starting_stages
-from mmplan.program.samples import RangeIndex, number_samples
+from mmplan.program.samples import number_samples
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.shards import Ranks
 from mmplan.program.sums_and_updates import sums_and_updates
@@ -66,8 +67,12 @@ def _in_rounds(graph: Graph, reduction: Reduction) -> Reduction:
     Elsewhere a replica may need messages of another one that waits for it in a sum. All stages are
     on the same ranks, and each of their micro-batches brings gradients of all of the sum's blocks.
     """
+    if not isinstance(reduction, BlockReduction):
+        return reduction
+    if not any(stage.zero > 1 for stage in graph.stages if stage.owner == reduction.owner):
+        return reduction
     stages = starting_stages(graph, reduction)
-    if not stages or not isinstance(reduction, BlockReduction):
+    if not stages:
         return reduction
     (first, end), ranks = reduction.blocks, stages[0].ranks
     for stage in stages:
@@ -282,33 +287,20 @@ def _mark_scattered(plan: Plan, graph: Graph) -> None:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
     """
     node_of = plan.cluster.node_of
-    gathers = [_gathers(stage, node_of) for stage in graph.stages]
+    nodes = [[{node_of(rank) for rank in group} for group in s.ranks] for s in graph.stages]
+    # All groups of the stage have ranks on one node that bring shares together.
+    gathers = [
+        all(len(own) < stage.tp for own in groups)
+        for stage, groups in zip(graph.stages, nodes, strict=True)
+    ]
     for edge in graph.edges:
         producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
         forward, backward = gathers[edge.consumer], edge.carries_gradient and gathers[edge.producer]
-        if (forward or backward) and _leaves_node(producer, consumer, node_of):
+        if (forward or backward) and any(
+            nodes[producer.index][d] != nodes[consumer.index][d2]
+            for d, d2 in replica_pairs(producer, consumer)
+        ):
             graph.edges[edge.index] = replace(edge, scattered=forward, scattered_back=backward)
-
-
-def _gathers(stage: Stage, node_of: Callable[[int], int]) -> bool:
-    """Whether all groups of a stage have ranks on one node that bring shares together."""
-    return all(len({node_of(rank) for rank in group}) < stage.tp for group in stage.ranks)
-
-
-def _leaves_node(producer: Stage, consumer: Stage, node_of: Callable[[int], int]) -> bool:
-    """Whether samples go from a replica to one on another node."""
-    one, other = ([{node_of(r) for r in group} for group in s.ranks] for s in (producer, consumer))
-    if producer.unit == consumer.unit:
-        return one != other
-    if len(set().union(*one, *other)) == 1:
-        return False
-    index = RangeIndex(producer.microbatches)
-    return any(
-        one[d] != other[d2]
-        for d2, spans in enumerate(consumer.microbatches)
-        for span in spans
-        for _, d, _ in index.overlapping(span)
-    )
 
 
 def _mark_split(plan: Plan, graph: Graph) -> None:

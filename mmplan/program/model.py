@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from mmplan.program.instructions import Instruction, Op
-from mmplan.program.samples import SampleRange
+from mmplan.program.samples import RangeIndex, SampleRange
 from mmplan.program.shards import Kind, Ranks, ShardSum, Span
 from mmplan.schema.plan import Plan
 
@@ -143,6 +143,12 @@ class Stage:
         """Parts in which a group holds the parameters that it cuts."""
         return 1 if self.items else self.tp
 
+    def first_round(self) -> list[tuple[SampleRange, ...]]:
+        """Micro-batches of each replica in the first round; later ones repeat it."""
+        return [
+            spans[:count] for spans, count in zip(self.microbatches, self.rounds, strict=True)
+        ]
+
     def meeting(self, op: Op, replica: int) -> tuple[int, ...]:
         """Ranks, ascending, that exchange tensors in a replica's compute; none where it is alone.
 
@@ -175,6 +181,26 @@ class Stage:
                 for t, member in enumerate(group):
                     self._places.setdefault(member, (d, t))
         return self._places.get(rank)
+
+
+def replica_pairs(producer: Stage, consumer: Stage) -> set[tuple[int, int]]:
+    """Replicas of two stages of a task that have samples in common, in one round as in all."""
+    if producer.microbatches == consumer.microbatches:
+        return {(d, d) for d in range(producer.dp)}
+    one, other = producer.first_round(), consumer.first_round()
+    if _num_samples(one) != _num_samples(other):
+        one, other = producer.microbatches, consumer.microbatches
+    index = RangeIndex(one)
+    return {
+        (d, d2)
+        for d2, spans in enumerate(other)
+        for span in spans
+        for _, d, _ in index.overlapping(span)
+    }
+
+
+def _num_samples(microbatches: Sequence[Sequence[SampleRange]]) -> int:
+    return sum(stop - start for spans in microbatches for start, stop in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,13 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from mmplan.program.folding import restricted
 from mmplan.program.lower import lower
-from mmplan.program.model import BlockReduction, Graph, Stage
-from mmplan.program.samples import RangeIndex
+from mmplan.program.model import BlockReduction, Graph, Stage, replica_pairs
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
 
@@ -150,14 +153,11 @@ def _can_merge_tp(plan: Plan, graph: Graph) -> bool:
         return False
     if any(isinstance(r, BlockReduction) and r.parameters != "all" for r in graph.reductions):
         return False
-    group_of: dict[int, tuple[int, ...]] = {}
-    for unit in plan.units:
-        for _, _, group in unit.grid.groups():
-            if len({plan.cluster.node_of(rank) for rank in group}) > 1:
-                return False
-            if any(group_of.setdefault(rank, group) != group for rank in group):
-                return False
-    return True
+    groups = {group for unit in plan.units for _, _, group in unit.grid.groups()}
+    node_of = plan.cluster.node_of
+    if any(node_of(min(group)) != node_of(max(group)) for group in groups):
+        return False
+    return sum(map(len, groups)) == len(set().union(*groups))
 
 
 def _classes(
@@ -176,58 +176,29 @@ def _classes(
 
 def _components(plan: Plan, graph: Graph) -> list[Component]:
     """The replicas of all units, in connected components."""
-    # Replicas are numbered over all units.
+    # Replicas are numbered over all units, the plan's ranks after them.
     starts = [0, *itertools.accumulate(unit.dp for unit in plan.units)]
-    joined = _DisjointSets(starts[-1])
-    first: dict[int, int] = {}
-    for start, unit in zip(starts, plan.units, strict=False):
-        grid = unit.grid
-        for number in range(start, start + unit.dp):
-            for rank in grid.replica(number - start):
-                joined.join(number, first.setdefault(rank, number))
-    start_of = {unit.name: start for start, unit in zip(starts, plan.units, strict=False)}
+    replicas = [np.arange(start, end) for start, end in itertools.pairwise(starts)]
+    joined = [
+        np.stack([np.repeat(own, unit.pp * unit.tp), starts[-1] + np.ravel(unit.ranks)])
+        for own, unit in zip(replicas, plan.units, strict=True)
+    ]
+    first = {unit.name: start for unit, start in zip(plan.units, starts, strict=False)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
-        if source.unit == target.unit:
-            continue
-        one, other = start_of[source.unit], start_of[target.unit]
-        if source.microbatches == target.microbatches and source.rounds == target.rounds:
-            for d in range(source.dp):
-                joined.join(one + d, other + d)
-            continue
-        index = RangeIndex(_one_round(source))
-        for d2, spans in enumerate(_one_round(target)):
-            for d in {d for span in spans for _, d, _ in index.overlapping(span)}:
-                joined.join(one + d, other + d2)
+        if source.unit != target.unit:
+            own = np.array([*replica_pairs(source, target)]).T
+            joined.append(own + [[first[source.unit]], [first[target.unit]]])
+    one, other = np.concatenate(joined, axis=1)
+    size = starts[-1] + plan.devices
+    edges = coo_array((np.ones(len(one), bool), (one, other)), shape=(size, size))
+    _, found = connected_components(edges, directed=False)
     members: defaultdict[int, list[list[int]]]
     members = defaultdict(lambda: [[] for _ in plan.units])
-    for u, (start, end) in enumerate(itertools.pairwise(starts)):
-        for number in range(start, end):
-            members[joined.root(number)][u].append(number - start)
+    for u, own in enumerate(replicas):
+        for d, component in enumerate(found[own].tolist()):
+            members[component][u].append(d)
     return [tuple(map(tuple, own)) for own in members.values()]
-
-
-def _one_round(stage: Stage) -> list[tuple[tuple[int, int], ...]]:
-    """The micro-batches of the first round; later rounds repeat it with other samples."""
-    return [spans[:count] for spans, count in zip(stage.microbatches, stage.rounds, strict=True)]
-
-
-class _DisjointSets:
-    """Disjoint sets of numbers from 0 on (union-find)."""
-
-    def __init__(self, size: int) -> None:
-        self._parent = list(range(size))
-
-    def root(self, item: int) -> int:
-        """The number that names the set."""
-        parent = self._parent
-        while parent[item] != item:
-            parent[item] = item = parent[parent[item]]
-        return item
-
-    def join(self, one: int, other: int) -> None:
-        """Put two numbers into one set."""
-        self._parent[self.root(one)] = self.root(other)
 
 
 class _Shapes:
