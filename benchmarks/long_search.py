@@ -2,9 +2,11 @@
 
 Part of bench_regret.py. Costs, simulator and memory check are the planner's, as is the refinement
 of the best plans (orders, split backwards); moves are not. A unit stands on consecutive ranks from
-any rank on, so that units share devices whole, in part or not at all. Half of the search restarts
-from random plans, half changes the plan that is to be beaten. A change that makes the step longer
-is kept at random, less often towards the end.
+any rank on, so that units share devices whole, in part or not at all. On shared devices plans are
+simulated in an order that knows what computes take, mostly. Half of the search restarts from random
+plans, half changes the plan that is to be beaten, at first by one change after the other, then from
+what several changes at once make of the best plan. A change that makes the step longer is kept at
+random, less often towards the end of each descent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from mmplan.planning.candidate_plans import placed_losses, planned_tasks
 from mmplan.planning.measured_trials import peak_bytes
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, UnitChoice
-from mmplan.planning.order_search import OrderSearch
+from mmplan.planning.order_search import OrderSearch, shares_ranks, timed
 from mmplan.planning.recomputation import free_modules
 from mmplan.planning.unit_schedules import best_backwards
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
@@ -44,6 +46,8 @@ from mmplan.solvers.sample_split import microbatch_sizes
 
 # All chosen by hand. Restarts in the first half, each from the best of some random plans.
 RESTARTS, DRAWN = 4, 16
+# Descents from the best plan in the second half, and changes at once before each but the first.
+DESCENTS, KICKS = 4, 3
 # A change may take this much longer at the start of a descent, nothing at its end.
 WARMTH = 0.04
 # One more change is made at once with this probability.
@@ -91,6 +95,7 @@ class State:
     full: frozenset[tuple[str, Recompute]]
     order: Order | None = None
     in_turn: tuple[str, ...] = ()
+    timed: bool = True
 
     def at(self, index: int, place: Place) -> State:
         """The state with another place of a unit."""
@@ -154,10 +159,20 @@ class LongSearch:
         """Search until so many steps are simulated, or nothing new is found to simulate."""
         for number in range(RESTARTS):
             self._descend(self._drawn(), evaluations * (number + 1) // (2 * RESTARTS))
-        own = self._state_of(self._start) or (self._best and self._state_of(self._best))
-        if own is not None:
-            self._descend(own, evaluations)
+        begin, start = evaluations // 2, self._state_of(self._start)
+        for number in range(DESCENTS):
+            best = self._best_of_all()
+            own = start if start is not None and number == 0 else best and self._state_of(best)
+            for _ in range(KICKS if number else 0):
+                own = own and (self._one_change(own) or own)
+            self._descend(own, begin + (evaluations - begin) * (number + 1) // DESCENTS)
         return Found(plan=self._best, evaluations=self._evaluations)
+
+    def _best_of_all(self) -> Plan | None:
+        """The best that was found, or the plan to beat."""
+        pair = [plan for plan in (self._start, self._best) if plan is not None]
+        known = [plan for plan in pair if self._state_of(plan) is not None]
+        return min(known, key=lambda plan: plan.predicted.iteration_s, default=None)
 
     # --- the search ------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class LongSearch:
         return float(busy_s.max())
 
     def _step_s(self, state: State) -> float:
-        plan = self._simulated(self._plan(state))
+        plan = self._simulated(self._plan(state), is_timed=state.timed)
         if plan is None:
             return math.inf
         step_s = plan.predicted.iteration_s
@@ -237,8 +252,13 @@ class LongSearch:
         split = best_backwards(ordered, setting.request.workload, plan.cluster, again)
         return orders.best_sums(split)
 
-    def _simulated(self, plan: Plan | None) -> Plan | None:
-        """With its prediction; None where it cannot run or does not fit."""
+    def _simulated(self, plan: Plan | None, *, is_timed: bool = False) -> Plan | None:
+        """With its prediction; None where it cannot run or does not fit.
+
+        Args:
+            plan: to simulate.
+            is_timed: in an order that knows what computes take, where units share devices.
+        """
         if plan is None:
             return None
         memory, costs = plan.cluster.device.memory_bytes, self._request.costs
@@ -249,6 +269,8 @@ class LongSearch:
             if memory_lower_bound(plan, costs, lowered) > memory:
                 self._refused += 1
                 return None
+            if is_timed and shares_ranks(plan):
+                plan = timed(plan, lowered, costs)
             self._evaluations += 1
             predicted = prediction(simulated(plan, costs, lowered)[0], plan)
         except InvalidInputError:
@@ -347,6 +369,7 @@ class LongSearch:
             full=full,
             order=order,
             in_turn=plan.in_turn,
+            timed=bool(plan.order and plan.order.times),
         )
 
     # --- random plans and changes ----------------------------------------------------
@@ -374,6 +397,7 @@ class LongSearch:
             places=tuple(places[index] for index in range(number)),
             zero=least if rng.random() < 0.7 else rng.randint(least, 3),
             full=full,
+            order=Order(rule="forward-first"),
             in_turn=self._random_turn(),
         )
 
@@ -640,7 +664,8 @@ class LongSearch:
     def _other_order(self, state: State, index: int) -> State:
         if len(self._request.tasks) > 1 and self._rng.random() < 0.5:
             return replace(state, in_turn=self._random_turn())
-        return replace(state, order=Order(rule=self._rng.choice(get_args(OrderRule))))
+        rule = self._rng.choice(get_args(OrderRule))
+        return replace(state, order=Order(rule=rule), timed=self._rng.random() < 0.7)
 
 
 def _instructions(lowered: LoweredPlan) -> int:

@@ -210,11 +210,17 @@ def search_with(
     trial: Callable[[Candidate], tuple[Plan | None, float]],
     budget_s: float = 1000.0,
     critical_modules: Callable[[Plan], frozenset[tuple[str, str]]] = lambda plan: frozenset(),
+    price_s: float = 0.0,
 ) -> NeighbourSearch:
     budget = SearchBudget(budget_s)
+
+    def paid(candidate: Candidate) -> tuple[Plan | None, float]:
+        budget.spend(price_s)
+        return trial(candidate)
+
     trials = LayoutTrials(
         whole.request,
-        trial=trial,
+        trial=paid,
         critical_modules=critical_modules,
         trial_s=0.0,
         budget=budget,
@@ -502,6 +508,29 @@ def test_both_searches_have_a_best(tmp_path: Path) -> None:
     assert len(found) == 2
     assert found[0].plan.predicted.iteration_s < found[1].plan.predicted.iteration_s
     assert all(best.start.predicted is slow for best in found)
+
+
+def test_a_search_that_gains_late_goes_on(tmp_path: Path) -> None:
+    """With the same budget, in which no trial costs more than another."""
+    job, costs = small_job(7)
+    whole = Enumeration(job, costs)
+    start = run_solve(tmp_path, job, costs, budget_s=0.0)
+
+    def evaluations(gains_until: int) -> int:
+        number = itertools.count()
+
+        def trial(candidate: Candidate) -> tuple[Plan | None, float]:
+            step_s = 1e3 * 0.99 ** min(next(number), gains_until)
+            predicted = Prediction(iteration_s=step_s, samples_per_s=1.0)
+            return start.model_copy(update={"units": candidate.units, "predicted": predicted}), 0.0
+
+        search = search_with(whole, trial, budget_s=40.0, price_s=1.0)
+        search.run([start.model_copy(update={"predicted": slow})])
+        return search.evaluations
+
+    slow = Prediction(iteration_s=2e3, samples_per_s=1.0)
+    early, late, later = map(evaluations, (10, 40, 60))
+    assert early <= 40 < late < later <= 2 * 60, (early, late, later)
 
 
 def test_what_changes_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:

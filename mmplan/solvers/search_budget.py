@@ -36,6 +36,10 @@ class SearchBudget:
         if self._whole is not None:
             self._whole.spend(seconds)
 
+    def earn(self, seconds: float, *, most_s: float) -> None:
+        """Get more, up to ``most_s`` in all."""
+        self.left_s = max(self.left_s, min(self.left_s + seconds, most_s))
+
     @property
     def is_over(self) -> bool:
         """Whether nothing is left."""
