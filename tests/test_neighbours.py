@@ -20,6 +20,7 @@ import pytest
 from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.planning import candidate_plans
+from mmplan.planning.neighbours import best_first
 from mmplan.planning.neighbours.changes import LayoutChanges
 from mmplan.planning.neighbours.estimates import LayoutEstimates
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
@@ -742,6 +743,7 @@ def test_changes_of_what_nothing_waits_for_come_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LayoutChanges, "uniform", lambda *_: iter(()))
+    monkeypatch.setattr(best_first, "_LATER_EACH", 0.0)
     costs = profile({n: module_profile(1.0, 2.0, fixed_s=1.0, blocks=4) for n in "ab"}, 4)
     job = workload({"a": {}, "b": {}}, batch=16)
     whole = Enumeration(job, costs)
@@ -772,6 +774,30 @@ def test_changes_of_what_nothing_waits_for_come_later(
         own = changed(frozenset({(unit.task, unit.module)}))
         assert own[place] >= (a_any, b_any)[place]
         assert own[1 - place] < (a_any, b_any)[1 - place]
+
+
+def test_other_degrees_are_tried_where_nothing_gains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the best, which no trial reaches, those of many sizes and leads would come first."""
+    costs = profile({n: module_profile(1.0, 2.0, fixed_s=0.1, blocks=4) for n in "ab"}, 8)
+    job = workload({"a": {}, "b": {}}, batch=64)
+    whole = Enumeration(job, costs)
+    start = run_solve(tmp_path, job, costs, budget_s=0.0, solver="distmm")
+    slow = Prediction(iteration_s=1e4, samples_per_s=1.0)
+
+    def degrees(later: float) -> int:
+        monkeypatch.setattr(best_first, "_LATER_EACH", later)
+        found: list[object] = []
+
+        def trial(candidate: Candidate) -> tuple[Plan | None, float]:
+            found.append([(unit.ranks, unit.blocks) for unit in candidate.units])
+            return start.model_copy(update={"units": candidate.units, "predicted": slow}), 0.0
+
+        search_with(whole, trial).run([start.model_copy(update={"predicted": slow})])
+        return len({str(own) for own in found[:80]})
+
+    assert degrees(0.003) > 1.1 * degrees(0.0)
 
 
 def tried(

@@ -145,9 +145,7 @@ class Stage:
 
     def first_round(self) -> list[tuple[SampleRange, ...]]:
         """Micro-batches of each replica in the first round; later ones repeat it."""
-        return [
-            spans[:count] for spans, count in zip(self.microbatches, self.rounds, strict=True)
-        ]
+        return [spans[:count] for spans, count in zip(self.microbatches, self.rounds, strict=True)]
 
     def meeting(self, op: Op, replica: int) -> tuple[int, ...]:
         """Ranks, ascending, that exchange tensors in a replica's compute; none where it is alone.

@@ -187,8 +187,8 @@ def _components(plan: Plan, graph: Graph) -> list[Component]:
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
         if source.unit != target.unit:
-            own = np.array([*replica_pairs(source, target)]).T
-            joined.append(own + [[first[source.unit]], [first[target.unit]]])
+            offsets = [[first[source.unit]], [first[target.unit]]]
+            joined.append(np.array([*replica_pairs(source, target)]).T + offsets)
     one, other = np.concatenate(joined, axis=1)
     size = starts[-1] + plan.devices
     edges = coo_array((np.ones(len(one), bool), (one, other)), shape=(size, size))

@@ -3,7 +3,8 @@
 The search tries those layouts first of which an estimate promises most, and goes on from each that
 is about as good as the best so far: by one change, then by two. Estimates know nothing of how many
 micro-batches are in flight: where a step takes longer than estimated, changes of all leads and of
-the backwards promise a share of that.
+the backwards promise a share of that. They may also be wrong about some degrees: where many trials
+gain nothing, those of degrees that were tried less come first.
 
 Where memory refuses a layout, the next ZeRO stage is tried. Then come *small* layouts, whose units
 share all devices in many parts: changes may lead to them only by way of what does not fit.
@@ -33,8 +34,12 @@ _STARTS = 3
 _NEAR = 1.02
 # Where nothing else is left, from these.
 _FAR = 1.1
-# Pairs of changes are looked at once this many layouts in a row gained nothing.
+# Pairs of changes are looked at once this many layouts in a row gained nothing, and from then on
+# each trial in vain lets others of the same degrees come later by this share of the step, by so
+# much at most.
 _PATIENCE = 12
+_LATER_EACH = 0.003
+_MOST_LATER = 0.1
 # What left the step of so many layouts in a row as it was is not tried again.
 _TRIED_TWICE = 2
 # A step that takes longer than estimated may lack micro-batches in flight: by such changes it may
@@ -75,6 +80,7 @@ class _Untried:
         limit_s: the search goes on from it if it takes less.
         factor: by which ``expected_s`` is more than estimated.
         waits: it was put back, since only units differ that the best plan does not wait for.
+        later: share of the best step by which it was put back, since its degrees gained nothing.
     """
 
     layout: PlanLayout
@@ -84,6 +90,7 @@ class _Untried:
     limit_s: float = math.inf
     factor: float = 1.0
     waits: bool = False
+    later: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ class BestFirstSearch:
         # left the step as it was.
         self._tunings: dict[PlanLayout, Tuning] = {}
         self._in_vain: Counter[Tuning] = Counter()
+        # By degrees, trials since the last gain.
+        self._tried_degrees: Counter[object] = Counter()
         # Of equal estimates the first is tried first.
         self._numbers = itertools.count()
         # By their steps the layouts whose neighbours are known. Of equal ones the first is enough:
@@ -167,6 +176,11 @@ class BestFirstSearch:
                 continue
             if self._estimates.busiest_s(layout) >= self._best_s:
                 continue
+            later = min(_MOST_LATER, _LATER_EACH * self._tried_degrees[degrees_of(layout)])
+            if in_vain >= _PATIENCE and later > own.later:
+                later_s = own.promised_s + (later - own.later) * self._best_s
+                self._add(replace(own, promised_s=later_s, later=later))
+                continue
             changed = _changed(centre.layout, layout)
             centre_s = rounded(centre.plan.predicted.iteration_s)
             if not own.waits and changed and changed <= slack:
@@ -185,6 +199,7 @@ class BestFirstSearch:
                 self._cut_further(own, needed)
                 continue
             in_vain += 1
+            self._tried_degrees[degrees_of(layout)] += 1
             self._learn(
                 layout,
                 plan.predicted.iteration_s * own.factor / expected_s if expected_s else 1.0,
@@ -193,6 +208,7 @@ class BestFirstSearch:
             if merit(plan) < merit(best.plan):
                 best = Neighbours(plan=plan, start=start, candidate=candidate)
                 self._best_s, in_vain = plan.predicted.iteration_s, 0
+                self._tried_degrees.clear()
             if merit(plan) < merit(centre.plan):
                 around = centre = found
                 slack -= changed
