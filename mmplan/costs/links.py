@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -145,7 +144,6 @@ class _Group(NamedTuple):
         return np.maximum(1, self.ranks - (self.nodes - 1) * self.local)
 
 
-@lru_cache(maxsize=4_096)  # of few groups, of the same bytes: a search asks for each many times
 def _transfer(
     cluster: Cluster, kind: CollectiveKind, group: _Group, num_bytes: float, sharers: int
 ) -> Transfer:
