@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.lower import lower
+from mmplan.program.model import Stage, replica_pairs
+from mmplan.program.samples import intersect, number_samples
 from mmplan.program.symmetry_classes import Quotient, find_quotient
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.profile import Profile
@@ -267,3 +271,40 @@ def test_replicas_meet_in_syncs(tmp_path: Path, sync_batch: int, kinds: int) -> 
 
 def test_one_replica_leaves_nothing_out(tmp_path: Path) -> None:
     assert quotient_of(one_grid(tmp_path, devices=1, per_node=1, batch=3)) is None
+
+
+def test_replicas_are_paired_whose_samples_meet(tmp_path: Path) -> None:
+    """In any round, also where a round of one stage is longer than one of the other."""
+    job = workload(
+        {"a": {}, "b": {"inputs": ["a"]}},
+        batch=24,
+        losses={"loss": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "y"]}},
+    )
+    plan = run_solve(tmp_path, job, profile({n: module_profile() for n in "ab"}, 2))
+    stage = lower(plan).stages[0]
+    rng = random.Random(0)
+
+    def drawn(unit: str) -> Stage:
+        round_samples = rng.choice([4, 6, 12, 24])
+        sizes: list[list[int]] = [[] for _ in range(rng.randint(1, 4))]
+        while round_samples:
+            size = rng.randint(1, round_samples)
+            rng.choice(sizes).append(size)
+            round_samples -= size
+        filled = [own for own in sizes if own]
+        return replace(
+            stage,
+            unit=unit,
+            ranks=tuple((d,) for d in range(len(filled))),
+            microbatches=number_samples(filled, 24),
+            rounds=tuple(map(len, filled)),
+        )
+
+    for _ in range(200):
+        one, other = drawn("a"), drawn("b")
+        assert replica_pairs(one, other) == {
+            (d, d2)
+            for d, spans in enumerate(one.microbatches)
+            for d2, others in enumerate(other.microbatches)
+            if any(intersect(a, b) for a in spans for b in others)
+        }
