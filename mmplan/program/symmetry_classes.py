@@ -23,10 +23,6 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-
 from mmplan.program.folding import restricted
 from mmplan.program.lower import lower
 from mmplan.program.model import BlockReduction, Graph, Stage, replica_pairs
@@ -176,29 +172,46 @@ def _classes(
 
 def _components(plan: Plan, graph: Graph) -> list[Component]:
     """The replicas of all units, in connected components."""
-    # Replicas are numbered over all units, the plan's ranks after them.
+    # Replicas are numbered over all units.
     starts = [0, *itertools.accumulate(unit.dp for unit in plan.units)]
-    replicas = [np.arange(start, end) for start, end in itertools.pairwise(starts)]
-    joined = [
-        np.stack([np.repeat(own, unit.pp * unit.tp), starts[-1] + np.ravel(unit.ranks)])
-        for own, unit in zip(replicas, plan.units, strict=True)
-    ]
-    first = {unit.name: start for unit, start in zip(plan.units, starts, strict=False)}
+    joined = _DisjointSets(starts[-1])
+    first: dict[int, int] = {}
+    for start, unit in zip(starts, plan.units, strict=False):
+        for number, groups in enumerate(unit.ranks, start):
+            for rank in itertools.chain.from_iterable(groups):
+                if (other := first.setdefault(rank, number)) != number:
+                    joined.join(number, other)
+    start_of = {unit.name: start for start, unit in zip(starts, plan.units, strict=False)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
         if source.unit != target.unit:
-            offsets = [[first[source.unit]], [first[target.unit]]]
-            joined.append(np.array([*replica_pairs(source, target)]).T + offsets)
-    one, other = np.concatenate(joined, axis=1)
-    size = starts[-1] + plan.devices
-    edges = coo_array((np.ones(len(one), bool), (one, other)), shape=(size, size))
-    _, found = connected_components(edges, directed=False)
+            one, other = start_of[source.unit], start_of[target.unit]
+            for d, d2 in replica_pairs(source, target):
+                joined.join(one + d, other + d2)
     members: defaultdict[int, list[list[int]]]
     members = defaultdict(lambda: [[] for _ in plan.units])
-    for u, own in enumerate(replicas):
-        for d, component in enumerate(found[own].tolist()):
-            members[component][u].append(d)
+    for u, (start, end) in enumerate(itertools.pairwise(starts)):
+        for number in range(start, end):
+            members[joined.root(number)][u].append(number - start)
     return [tuple(map(tuple, own)) for own in members.values()]
+
+
+class _DisjointSets:
+    """Disjoint sets of numbers from 0 on (union-find)."""
+
+    def __init__(self, size: int) -> None:
+        self._parent = list(range(size))
+
+    def root(self, item: int) -> int:
+        """The number that names the set."""
+        parent = self._parent
+        while parent[item] != item:
+            parent[item] = item = parent[parent[item]]
+        return item
+
+    def join(self, one: int, other: int) -> None:
+        """Put two numbers into one set."""
+        self._parent[self.root(one)] = self.root(other)
 
 
 class _Shapes:
