@@ -159,20 +159,19 @@ class LongSearch:
         """Search until so many steps are simulated, or nothing new is found to simulate."""
         for number in range(RESTARTS):
             self._descend(self._drawn(), evaluations * (number + 1) // (2 * RESTARTS))
-        begin, start = evaluations // 2, self._state_of(self._start)
+        begin = evaluations // 2
         for number in range(DESCENTS):
-            best = self._best_of_all()
-            own = start if start is not None and number == 0 else best and self._state_of(best)
+            own = (not number and self._state_of(self._start)) or self._best_state()
             for _ in range(KICKS if number else 0):
                 own = own and (self._one_change(own) or own)
             self._descend(own, begin + (evaluations - begin) * (number + 1) // DESCENTS)
         return Found(plan=self._best, evaluations=self._evaluations)
 
-    def _best_of_all(self) -> Plan | None:
-        """The best that was found, or the plan to beat."""
-        pair = [plan for plan in (self._start, self._best) if plan is not None]
-        known = [plan for plan in pair if self._state_of(plan) is not None]
-        return min(known, key=lambda plan: plan.predicted.iteration_s, default=None)
+    def _best_state(self) -> State | None:
+        """Of the best that was found, or of the plan to beat."""
+        plans = [plan for plan in (self._start, self._best) if plan is not None]
+        plans.sort(key=lambda plan: plan.predicted.iteration_s)
+        return next(filter(None, map(self._state_of, plans)), None)
 
     # --- the search ------------------------------------------------------------------
 
