@@ -45,6 +45,8 @@ RANKS_PER_INSTRUCTION = 2
 FORWARDS_PER_INSTRUCTION = 4
 # Instructions of a plan for each of its forwards, about: it has backwards and messages too.
 INSTRUCTIONS_PER_FORWARD = 6
+# So many graphs are held for plans that differ from the last ones in their orders only.
+_LOWERED = 16
 # The first plans of each kind are simulated whatever their formulas say up to so many instructions,
 # small plans first; large ones after that where they may be the best. Chosen by hand: of some tens
 # of devices all are simulated.
@@ -89,6 +91,8 @@ class CandidatePlans:
         # Several solvers find the same plan.
         self._predicted: dict[Hashable, Prediction] = {}
         self._instructions: dict[Hashable, int] = {}
+        # Those used last at the end.
+        self._lowered: dict[Hashable, LoweredPlan] = {}
         # What was simulated last.
         self._last: tuple[Prediction, Simulation] | None = None
         # Bytes of plans that were compiled, and then not simulated, for they do not fit.
@@ -117,10 +121,24 @@ class CandidatePlans:
         """Of a plan that was compiled."""
         return self._instructions[_what_runs(plan)]
 
+    def lowered(self, plan: Plan) -> LoweredPlan:
+        """The plan lowered, with the graph of one before it where only orders differ.
+
+        Raises:
+            InvalidInputError: it cannot run.
+        """
+        key = _what_is_lowered(plan)
+        found = self._lowered.pop(key, None) or lower_plan(plan)
+        # Its orders are the plan's own.
+        self._lowered[key] = replace(found, plan=plan)
+        if len(self._lowered) > _LOWERED:
+            del self._lowered[next(iter(self._lowered))]
+        return replace(found, plan=plan)
+
     def about_instructions(self, solution: Solution, candidate: Candidate) -> int:
         """Of the candidate's plan, about; 0 where it cannot run."""
         with suppress(InvalidInputError):
-            lowered = lower_plan(self.plan(solution, candidate))
+            lowered = self.lowered(self.plan(solution, candidate))
             return INSTRUCTIONS_PER_FORWARD * num_forwards(lowered)
         return 0
 
@@ -177,7 +195,7 @@ class CandidatePlans:
         """The plan with the times of its order, and lowered where these needed it."""
         if not candidate.is_timed:
             return plan, None
-        lowered = lower_plan(plan)
+        lowered = self.lowered(plan)
         return timed(plan, lowered, self.request.costs), lowered
 
     def with_bytes(
@@ -197,7 +215,7 @@ class CandidatePlans:
         if key in self._predicted:
             plan = self.simulated(plan)
             return plan, peak_bytes(plan.predicted)
-        lowered = lowered or lower_plan(plan)
+        lowered = lowered or self.lowered(plan)
         forwards = num_forwards(lowered)
         ranks = sum(u.dp * u.pp * u.tp for u in plan.units)
         self.effort += INSTRUCTIONS_PER_PLAN
@@ -259,10 +277,10 @@ class CandidatePlans:
         """
         key = _what_runs(plan)
         if key not in self._predicted:
-            self._predicted[key] = self._simulate(self._compiled(plan))
+            self._predicted[key] = self._simulate(self._compiled(plan, self.lowered(plan)))
         return plan.model_copy(update={"predicted": self._predicted[key]})
 
-    def _compiled(self, plan: Plan, lowered: LoweredPlan | None = None) -> CompiledStep:
+    def _compiled(self, plan: Plan, lowered: LoweredPlan) -> CompiledStep:
         self._last = None  # large steps of large plans are not held beside the next one
         program = compiled(plan, self.request.costs, lowered)
         self._instructions[_what_runs(plan)] = program.num_instructions
@@ -293,6 +311,19 @@ def _what_runs(plan: Plan) -> Hashable:
     order = None if plan.order is None else plan.order.model_dump_json()
     settings = plan.devices, plan.training.zero, plan.in_turn, order
     return settings, plan.units, plan.losses, plan.waves
+
+
+def _what_is_lowered(plan: Plan) -> Hashable:
+    """What of a solver's plan decides its graph and its quotient: no times and no leads."""
+    units = (
+        (
+            *(unit.name, unit.task, unit.module, unit.tp, unit.pp, unit.ranks, unit.blocks),
+            *(unit.microbatches, unit.items, unit.zero, unit.schedule.kind),
+            *(unit.schedule.split_backward, unit.schedule.even_in_flight),
+        )
+        for unit in plan.units
+    )
+    return plan.devices, plan.training.zero, plan.in_turn, plan.losses, *units
 
 
 def num_forwards(lowered: LoweredPlan) -> int:

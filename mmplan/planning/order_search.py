@@ -54,6 +54,7 @@ class OrderSearch:
         costs: under the plans' training settings.
         simulated: adds the prediction to a plan.
         fits: whether a simulated plan fits the memory.
+        lowered: a plan lowered, where some are held.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class OrderSearch:
         *,
         simulated: Callable[[Plan], Plan],
         fits: Callable[[Plan], bool],
+        lowered: Callable[[Plan], LoweredPlan] = lower_plan,
     ) -> None:
         self._costs, self._simulated, self._fits = costs, simulated, fits
+        self._lowered = lowered
 
     def best_order(self, plan: Plan, leads: Sequence[int] = LEADS) -> Plan:
         """The plan as it is, or in an order in which its shared ranks idle less.
@@ -74,7 +77,7 @@ class OrderSearch:
         """
         if not shares_ranks(plan):
             return plan
-        estimates = _Estimates(plan, self._costs)
+        estimates = _Estimates(self._lowered(plan), self._costs)
         own = estimates.of_orders(plan, [plan.order or Order()])[0]
         if own.step_s < AS_FAST * own.busiest_s:
             # Messages or sums take what the step takes longer: another rule may hide more of them.
@@ -101,7 +104,7 @@ class OrderSearch:
         Args:
             plan: simulated.
         """
-        sums = _sums(plan, self._costs) if shares_ranks(plan) else {}
+        sums = _sums(self._lowered(plan), self._costs) if shares_ranks(plan) else {}
         if sums:
             order = (plan.order or Order()).model_copy(update={"sums": sums})
             with suppress(InvalidInputError):
@@ -112,10 +115,10 @@ class OrderSearch:
         return plan
 
 
-def _sums(plan: Plan, costs: CostModel) -> dict[str, int]:
+def _sums(lowered: LoweredPlan, costs: CostModel) -> dict[str, int]:
     """By module the time of a block's sum; none where all sums of a rank are of the same ranks."""
-    graph = lower_plan(plan).graph
-    whole = ProgramCosts.of_lowered(plan, graph, costs)
+    graph = lowered.graph
+    whole = ProgramCosts.of_lowered(lowered.plan, graph, costs)
     seconds: defaultdict[str, float] = defaultdict(float)
     first_of: dict[int, tuple[int, ...]] = {}
     are_apart = False
@@ -154,11 +157,10 @@ class _Estimate:
 class _Estimates:
     """Estimates of a plan in several orders."""
 
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
-        self._plan = plan
-        lowered = lower_plan(plan)
+    def __init__(self, lowered: LoweredPlan, costs: CostModel) -> None:
+        self._plan = lowered.plan
         self._stages, self._graph = lowered.graph.stages, lowered.simulated_graph
-        self._costs = ProgramCosts.of_lowered(plan, lowered.graph, costs)
+        self._costs = ProgramCosts.of_lowered(lowered.plan, lowered.graph, costs)
         self._links = [edge_links(self._graph.stages, edge) for edge in self._graph.edges]
 
     def best_of_each_lead(self, leads: Sequence[int], *, below_s: float) -> list[Plan]:

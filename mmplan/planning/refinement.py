@@ -83,7 +83,12 @@ class Refinement:
 
     def __init__(self, plans: CandidatePlans) -> None:
         self._plans, self._request = plans, plans.request
-        self._orders = OrderSearch(plans.request.costs, simulated=plans.simulated, fits=plans.fits)
+        self._orders = OrderSearch(
+            plans.request.costs,
+            simulated=plans.simulated,
+            fits=plans.fits,
+            lowered=plans.lowered,
+        )
         # By the identity of the plan that was refined, which callers keep.
         self._known: dict[int, RefinedPlan] = {}
 
@@ -116,7 +121,7 @@ class Refinement:
             is_best = is_best_first and not position
             if not is_best and spent + own > INSTRUCTIONS_OF_FIRST:
                 continue  # it is large, and was not the best
-            least_s = least_step_s(first.plan, self._request.costs)
+            least_s = self._least_step_s(first.plan)
             if least_s > limit_s or step_s(first) > REFINED_WITHIN * limit_s:
                 continue  # no order of it is the best
             found_so = self._best_cuts(self._best_order(self._fused(first)))
@@ -230,7 +235,7 @@ class Refinement:
 
         What the computes take leaves so much to gain: a step that may lose little gets less effort.
         """
-        share = 1 - least_step_s(best.plan, self._request.costs) / step_s(best)
+        share = 1 - self._least_step_s(best.plan) / step_s(best)
         effort = min(1.0, share / POLISHED_WHOLLY) * INSTRUCTIONS_OF_FIRST
         last = self._plans.effort + effort
 
@@ -246,6 +251,9 @@ class Refinement:
             return other if simulates and other.predicted.iteration_s < limit_s else None
 
         return better
+
+    def _least_step_s(self, plan: Plan) -> float:
+        return least_step_s(plan, self._request.costs, self._plans.lowered(plan))
 
     def _fused(self, item: SimulatedPlan) -> SimulatedPlan:
         """The plan with fused backwards, if these fit and can run."""
