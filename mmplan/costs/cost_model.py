@@ -90,6 +90,7 @@ class CostModel(LinkCosts):
         self._loss_fits: dict[str, LossFit] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
         self._outputs: dict[tuple[str, str], list[float]] = {}
+        self._own_parameters: dict[tuple[str, str, int], float] = {}
 
     # --- modules ---------------------------------------------------------------------
 
@@ -268,9 +269,13 @@ class CostModel(LinkCosts):
 
     def own_parameters(self, *, task: str, module: str, block: int) -> float:
         """Number of parameters of a block that no other block has."""
-        shared = self.shared_parameters(task=task, module=module)
-        number = self.parameters(task=task, module=module, blocks=(block, block + 1))
-        return max(0.0, number - sum(n for blocks, n in shared.items() if blocks[0] == block))
+        key = task, module, block
+        if key not in self._own_parameters:
+            shared = self.shared_parameters(task=task, module=module)
+            number = self.parameters(task=task, module=module, blocks=(block, block + 1))
+            others = sum(n for blocks, n in shared.items() if blocks[0] == block)
+            self._own_parameters[key] = max(0.0, number - others)
+        return self._own_parameters[key]
 
     def gathered_bytes(
         self, *, task: str, module: str, blocks: Blocks, trainable: Ranges | None = None

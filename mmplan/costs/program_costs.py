@@ -116,6 +116,7 @@ class ProgramCosts:
         self._shard_sizes: dict[Shard, float] = {}
         self._static_bytes: dict[tuple[tuple[int, int], ...], float] = {}
         self._output_bytes: dict[int, float] = {}
+        self._message_bytes: dict[tuple[int, int, bool], float] = {}
         # (stage, whether its backward) to the edges whose messages its groups gather.
         self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
         for edge in program.edges:
@@ -257,9 +258,13 @@ class ProgramCosts:
 
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
         """Bytes of one message of ``samples`` samples: all, or the receiving rank's part."""
-        # The edge of a quotient may differ (:mod:`mmplan.simulation.symmetry`).
-        whole = self.program.edges[edge.index]
-        return self.edge_bytes(edge, samples) / self.program.shares(whole, backward=backward)
+        key = edge.index, samples, backward
+        if key not in self._message_bytes:
+            # The edge of a quotient may differ (:mod:`mmplan.simulation.symmetry`).
+            whole = self.program.edges[edge.index]
+            parts = self.program.shares(whole, backward=backward)
+            self._message_bytes[key] = self.edge_bytes(edge, samples) / parts
+        return self._message_bytes[key]
 
     def kept_bytes(self, rank: int, message: Message) -> float:
         """Bytes of the tensor that a rank keeps for a message under way.

@@ -128,7 +128,7 @@ class _Projection:
             self.ends[event.op is not Op.FORWARD, event.index, event.d, event.mb] = end
             own = Compute(event.op, event.index, event.mb)
             for t, rank in enumerate(event.ranks):
-                self._rows[rank] += self._compute(event, own, t)
+                self._add_compute(self._rows[rank], event, own, t)
                 self._note_end(rank, end, _COMPUTE)
             if event.op is Op.FORWARD:
                 self._note_features(event)
@@ -147,23 +147,24 @@ class _Projection:
     def _note_end(self, rank: int, time: int, kind: int) -> None:
         self._ends[rank].append(((time, kind), len(self._rows[rank])))
 
-    def _compute(self, event: Event, own: Compute, t: int) -> Iterator[Instruction]:
+    def _add_compute(self, row: list[Instruction], event: Event, own: Compute, t: int) -> None:
         """A forward or backward on rank t of its group, with the messages around it."""
         forward = event.op is Op.FORWARD
-        key = event.index, event.d, event.mb
-        taken, given = self._incoming[key], self._outgoing[key]
+        index, mb = event.index, event.mb
+        key = index, event.d, mb
+        taken, given = self._incoming.get(key, ()), self._outgoing.get(key, ())
         if not forward:
             taken, given = given, taken
         receive, send = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
-        for edge, group, span in taken:
+        for edge, group, (start, stop) in taken:
             if forward or edge.carries_gradient:
                 peer = group[t % len(group)]
-                yield Message(receive, event.index, event.mb, edge.index, peer, *span)
-        yield own
-        for edge, group, span in given:
+                row.append(Message(receive, index, mb, edge.index, peer, start, stop))
+        row.append(own)
+        for edge, group, (start, stop) in given:
             if forward or edge.carries_gradient:
                 for peer in group[t :: len(event.ranks)]:
-                    yield Message(send, event.index, event.mb, edge.index, peer, *span)
+                    row.append(Message(send, index, mb, edge.index, peer, start, stop))
 
     def _note_features(self, event: Event) -> None:
         """Note when and where the samples of a forward are there for their syncs."""
@@ -269,10 +270,11 @@ def _in_order(
     starts: Sequence[int],
 ) -> ProgramRow:
     queues: defaultdict[int, list[tuple[_Turn, int]]] = defaultdict(list)
+    streams = [edge.streams for edge in graph.edges]
     for position, item in enumerate(row):
         if isinstance(item, Message):
             key = item.key(rank)
-            queues[graph.edges[key[0]].streams[key[1]]].append((sent[key], position))
+            queues[streams[key[0]][key[1]]].append((sent[key], position))
     begins, ends = _runs_of_sends(row)
     waits = [position for position, item in enumerate(row) if _may_wait(item)]
     # Sort key of each instruction: a moved receive stands before (0) or behind (2) another one.
@@ -299,7 +301,10 @@ def _in_order(
             latest = key
     if not keys:
         return row
-    order = sorted(range(len(row)), key=lambda position: keys.get(position, (position, 1, 0)))
+    places = [(position, 1, 0) for position in range(len(row))]
+    for position, key in keys.items():
+        places[position] = key
+    order = sorted(range(len(row)), key=places.__getitem__)
     return tuple(row[position] for position in order)
 
 
@@ -319,7 +324,9 @@ def _runs_of_sends(row: ProgramRow) -> tuple[dict[int, int], dict[int, int]]:
         if isinstance(item, Message) and item.is_send:
             first = position if first < 0 else first
             begins[position] = first
-            ends.update(dict.fromkeys(range(first, position + 1), position))
-        else:
+        elif first >= 0:
+            ends.update(dict.fromkeys(range(first, position), position - 1))
             first = -1
+    if first >= 0:
+        ends.update(dict.fromkeys(range(first, len(row)), len(row) - 1))
     return begins, ends

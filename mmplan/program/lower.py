@@ -287,17 +287,24 @@ def _mark_scattered(plan: Plan, graph: Graph) -> None:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
     """
     node_of = plan.cluster.node_of
-    nodes = [[{node_of(rank) for rank in group} for group in s.ranks] for s in graph.stages]
+
+    def nodes(stage: Stage, d: int) -> set[int]:
+        return {node_of(rank) for rank in stage.ranks[d]}
+
     # All groups of the stage have ranks on one node that bring shares together.
     gathers = [
-        all(len(own) < stage.tp for own in groups)
-        for stage, groups in zip(graph.stages, nodes, strict=True)
+        stage.tp > 1
+        and all(
+            node_of(group[0]) == node_of(group[1]) or len(nodes(stage, d)) < stage.tp
+            for d, group in enumerate(stage.ranks)
+        )
+        for stage in graph.stages
     ]
     for edge in graph.edges:
         producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
         forward, backward = gathers[edge.consumer], edge.carries_gradient and gathers[edge.producer]
         if (forward or backward) and any(
-            nodes[producer.index][d] != nodes[consumer.index][d2]
+            nodes(producer, d) != nodes(consumer, d2)
             for d, d2 in replica_pairs(producer, consumer)
         ):
             graph.edges[edge.index] = replace(edge, scattered=forward, scattered_back=backward)

@@ -54,13 +54,11 @@ class MessagesUnderWay:
         That is the first compute that waits for a proof, or the row's STEP. A faulty program may
         send what nobody receives: nothing but the STEP shows that it is over.
         """
-        row = self._row(rank)
-        return {
-            position: self._shown(rank, peer, key)
-            for peer, sends in row.sends.items()
-            if peer != rank
-            for position, _, key in sends
-        }
+        positions: dict[int, int] = {}
+        for peer, sends in self._row(rank).sends.items():
+            if peer != rank:
+                positions.update(self._shown(rank, peer, sends))
+        return positions
 
     def spans(self, rank: int) -> Iterator[MessageSpan]:
         """The tensors of a rank's messages to and from others."""
@@ -77,21 +75,34 @@ class MessagesUnderWay:
             kept[tensor] = MessageSpan(message, min(first, position), max(before, last))
         yield from kept.values()
 
-    def _shown(self, rank: int, peer: int, key: MessageKey) -> int:
-        """The position of the instruction that shows that a send is over."""
-        end, position = self._row(rank).end, self._row(peer).taken.get(key)
-        if position is None:
-            return end
-        compute = self._program.instructions[peer][position]
-        assert isinstance(compute, Compute)
-        stage = self._program.stages[compute.stage]
-        for other in stage.ranks[stage.place(peer)[0]]:
-            places, shown = self._proofs_of(rank, other)
-            if places:
-                after = position if other == peer else self._computes_of(other)[compute]
-                first = bisect_left(places, after)
-                end = min(end, shown[first]) if first < len(shown) else end
-        return end
+    def _shown(
+        self, rank: int, peer: int, sends: Sequence[_Posted]
+    ) -> Iterator[tuple[int, int]]:
+        """Positions of sends to a peer, and of the instructions that show that they are over."""
+        last, taken = self._row(rank).end, self._row(peer).taken
+        instructions = self._program.instructions[peer]
+        # By stage that takes some.
+        groups: dict[int, list[tuple[int, _Proofs]]] = {}
+        for own, _, key in sends:
+            end, position = last, taken.get(key)
+            if position is not None:
+                compute = instructions[position]
+                assert isinstance(compute, Compute)
+                if compute.stage not in groups:
+                    groups[compute.stage] = self._proofs_of_group(rank, peer, compute.stage)
+                for other, (places, shown) in groups[compute.stage]:
+                    after = position if other == peer else self._computes_of(other)[compute]
+                    first = bisect_left(places, after)
+                    if first < len(shown) and shown[first] < end:
+                        end = shown[first]
+            yield own, end
+
+    def _proofs_of_group(self, rank: int, peer: int, index: int) -> list[tuple[int, _Proofs]]:
+        """Those of a peer's tensor-parallel group in a stage that send something to a rank."""
+        stage = self._program.stages[index]
+        group = stage.ranks[stage.place(peer)[0]]
+        found = ((other, self._proofs_of(rank, other)) for other in group)
+        return [(other, proofs) for other, proofs in found if proofs[0]]
 
     def _proofs_of(self, rank: int, peer: int) -> _Proofs:
         """What a peer sends to a rank."""

@@ -62,10 +62,22 @@ def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
     Args:
         groups: distinct tensor-parallel groups that hold the block, ranks by shard.
     """
+    if _are_alike(groups):
+        # Each shard has one holder in each group.
+        return [
+            ShardSum(
+                tp=len(groups[0]),
+                shards=(index, index + 1),
+                parameters="all",
+                ranks=holders,
+                contributors=holders,
+            )
+            for index, holders in enumerate(tuple(sorted(own)) for own in zip(*groups, strict=True))
+        ]
     held = held_shards(groups)
     tp = math.lcm(*(count for _, count in held.values()))
     parts = _parts(held, tp)
-    kind = "all" if _are_alike(groups) or len(parts) == 1 else "cut"
+    kind = "all" if len(parts) == 1 else "cut"
     sums = [
         ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, contributors=holders)
         for shards, holders in parts
@@ -118,8 +130,7 @@ def writing_ranks(groups: Sequence[Ranks]) -> Ranks:
 def _are_alike(groups: Sequence[Ranks]) -> bool:
     """Whether distinct groups are of one size and have no rank in common."""
     size = len(groups[0])
-    num_ranks = len({rank for group in groups for rank in group})
-    return all(len(group) == size for group in groups) and num_ranks == len(groups) * size
+    return {*map(len, groups)} == {size} and len(set().union(*groups)) == len(groups) * size
 
 
 def _parts(held: Mapping[int, tuple[int, int]], tp: int) -> list[tuple[Span, Ranks]]:

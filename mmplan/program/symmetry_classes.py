@@ -23,6 +23,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from mmplan.program.folding import restricted
 from mmplan.program.lower import lower
 from mmplan.program.model import BlockReduction, Graph, Stage, replica_pairs
@@ -175,12 +177,15 @@ def _components(plan: Plan, graph: Graph) -> list[Component]:
     # Replicas are numbered over all units.
     starts = [0, *itertools.accumulate(unit.dp for unit in plan.units)]
     joined = _DisjointSets(starts[-1])
-    first: dict[int, int] = {}
+    first_R = np.full(plan.devices, -1)
     for start, unit in zip(starts, plan.units, strict=False):
-        for number, groups in enumerate(unit.ranks, start):
-            for rank in itertools.chain.from_iterable(groups):
-                if (other := first.setdefault(rank, number)) != number:
-                    joined.join(number, other)
+        ranks = np.array(unit.ranks).reshape(unit.dp, -1)
+        numbers = np.broadcast_to(np.arange(start, start + unit.dp)[:, None], ranks.shape)
+        others = first_R[ranks]
+        shared = others >= 0
+        for number, other in {*zip(numbers[shared].tolist(), others[shared].tolist())}:
+            joined.join(number, other)
+        first_R[ranks[~shared]] = numbers[~shared]
     start_of = {unit.name: start for start, unit in zip(starts, plan.units, strict=False)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
@@ -348,6 +353,7 @@ def refine_classes(
         collectives: the nodes of each collective.
     """
     slots = [list(zip(own, by_appearance(own), strict=True)) for own in nodes]
+    interfaces = [_interfaces(own) for own in slots]
     num_nodes = 1 + max((node for own in (*nodes, *collectives) for node in own), default=-1)
     takes_part: defaultdict[int, list[int]] = defaultdict(list)
     for index, members in enumerate(collectives):
@@ -355,16 +361,16 @@ def refine_classes(
             takes_part[node].append(index)
     node_class = by_appearance(tuple(takes_part[node]) for node in range(num_nodes))
     component_class = by_appearance(
-        (shape, tuple(slot for _, slot in own)) for shape, own in zip(shapes, slots, strict=True)
+        (shape, tuple([slot for _, slot in own])) for shape, own in zip(shapes, slots, strict=True)
     )
     while True:
-        on_node = _on_nodes(component_class, slots, num_nodes)
+        on_node = _on_nodes(component_class, interfaces, num_nodes)
         finer_nodes = by_appearance(
             (own, frozenset(there.items())) for own, there in zip(node_class, on_node, strict=True)
         )
         finer_components = by_appearance(
-            (own, tuple(finer_nodes[node] for node, _ in _interfaces(taken)))
-            for own, taken in zip(component_class, slots, strict=True)
+            (own, tuple([finer_nodes[node] for node, _ in taken]))
+            for own, taken in zip(component_class, interfaces, strict=True)
         )
         if (finer_nodes, finer_components) == (node_class, component_class):
             return EquivalenceClasses(
@@ -374,11 +380,13 @@ def refine_classes(
 
 
 def _on_nodes(
-    component_class: Sequence[int], slots: Sequence[Sequence[tuple[int, int]]], num_nodes: int
+    component_class: Sequence[int],
+    interfaces: Sequence[Sequence[tuple[int, int]]],
+    num_nodes: int,
 ) -> list[Counter[tuple[int, int]]]:
     counts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(num_nodes)]
-    for own, taken in zip(component_class, slots, strict=True):
-        for node, slot in _interfaces(taken):
+    for own, taken in zip(component_class, interfaces, strict=True):
+        for node, slot in taken:
             counts[node][own, slot] += 1
     return counts
 

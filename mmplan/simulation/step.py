@@ -304,6 +304,8 @@ def _samples(program: Program, rank: int) -> dict[int, list[int]]:
 def _seconds(
     program: Program, durations: Durations, rank: int, kinds: tuple[type[Instruction], ...]
 ) -> float:
+    if not program.instructions[rank]:
+        return 0.0
     row = zip(program.instructions[rank], durations.instruction[rank], strict=True)
     return sum(seconds for item, seconds in row if seconds and isinstance(item, kinds))
 

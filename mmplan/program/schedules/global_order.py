@@ -133,6 +133,7 @@ class OrderBuilder:
         self._order = order or Order()
         self._stages, self._edges, self._losses = graph.stages, graph.edges, graph.losses
         self._batches = batches
+        self._each: dict[tuple[Op, int], int] = {}
         self._computes: dict[ReplicaCompute, Event] = {}
         self._sequences: list[list[Event]] = []
         self._syncs: dict[tuple[int, int], Event] = {}
@@ -200,18 +201,23 @@ class OrderBuilder:
 
     def _duration(self, item: ReplicaCompute) -> int:
         op, index, d, mb = item
+        start, stop = self._stages[index].microbatches[d][mb]
+        if (op, index) not in self._each:
+            self._each[op, index] = self._each_of(op, index)
+        return (stop - start) * self._each[op, index]
+
+    def _each_of(self, op: Op, index: int) -> int:
+        """Nominal duration of one sample in a stage."""
         stage = self._stages[index]
         if not self._order.times:
-            return self._work(item) * (2 if op is Op.BACKWARD else 1)
+            return (stage.blocks[1] - stage.blocks[0]) * (2 if op is Op.BACKWARD else 1)
         times = self._order.times[stage.unit][stage.chunk]
-        start, stop = stage.microbatches[d][mb]
-        each = {
+        return {
             Op.FORWARD: times.forward,
             Op.BACKWARD: times.backward,
             Op.INPUT: times.input_backward,
             Op.WEIGHT: max(1, times.backward - times.input_backward),
-        }
-        return (stop - start) * each[op]
+        }[op]
 
     def _compute(self, item: ReplicaCompute) -> Event:
         op, index, d, mb = item
@@ -471,7 +477,11 @@ class _ListScheduler:
             )
 
     def _start(self, event: Event) -> int:
-        return max(event.ready_at, *(self._free_at[rank] for rank in event.ranks))
+        start = event.ready_at
+        for rank in event.ranks:
+            if self._free_at[rank] > start:
+                start = self._free_at[rank]
+        return start
 
     def _finish(self, event: Event, end: int) -> None:
         self._remaining -= 1
@@ -479,7 +489,8 @@ class _ListScheduler:
             self._free_at[rank] = end
         for other in event.then:
             other.waiting_for -= 1
-            other.ready_at = max(other.ready_at, end)
+            if end > other.ready_at:
+                other.ready_at = end
             self._offer(other)
         following = self._next.get(event)
         if following is not None:
@@ -504,6 +515,8 @@ class _ListScheduler:
         A wait blocks its rank, so it comes when something needs its gradient, not when
         its features are there: what else the rank can do hides the gather.
         """
+        if not self._ready_syncs:
+            return
         ready = [s for s in self._syncs_of[event] if s in self._ready_syncs]
         if ready and len(ready) == event.waiting_for and event not in self._held:
             for sync in ready:

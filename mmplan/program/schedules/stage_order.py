@@ -47,7 +47,11 @@ def order_stage(
     result: list[list[int]] = []
     policy = POLICIES[schedule.kind]
     lead = schedule.lead if policy.runs_ahead else 0
-    indices = [RangeIndex(consumer.microbatches) for consumer, _ in consumers]
+    # Of those that have other micro-batches.
+    indices = [
+        None if stage.microbatches == consumer.microbatches else RangeIndex(consumer.microbatches)
+        for consumer, _ in consumers
+    ]
     reaching = [
         forwards_that_reach(stage, consumer, frontier)
         for (consumer, _), frontier in zip(consumers, frontiers, strict=False)
@@ -55,7 +59,7 @@ def order_stage(
     for d, spans in enumerate(stage.microbatches):
         before = policy.forwards_before(spans, stage.rounds[d], sync_batches, schedule.sync_lead)
         for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
-            if stage.microbatches == consumer.microbatches:
+            if others is None:
                 own = enumerate(consumer_before[d])
                 needed = [min(max(m + 1, first + lead), len(spans)) for m, first in own]
             else:
@@ -72,11 +76,11 @@ def forwards_that_reach(
 ) -> list[list[int]]:
     """``[d][m]``: forwards that send all that the consumer's frontier at backward m is about."""
     result: list[list[int]] = []
-    others = RangeIndex(consumer.microbatches)
     alike = stage.microbatches == consumer.microbatches
+    others = None if alike else RangeIndex(consumer.microbatches)
     for d, spans in enumerate(stage.microbatches):
         starts = [start for start, _ in spans]
-        reached = frontier[d] if alike else _frontier_of(spans, others, frontier)
+        reached = frontier[d] if others is None else _frontier_of(spans, others, frontier)
         result.append([bisect_left(starts, samples) for samples in reached])
     return result
 
@@ -109,9 +113,9 @@ def sample_frontier(
                 row[m] = max(row[m], reached[(stop - 1) // size])
     for consumer, frontier in consumers:
         alike = stage.microbatches == consumer.microbatches
-        others = RangeIndex(consumer.microbatches)
+        others = None if alike else RangeIndex(consumer.microbatches)
         for d, (spans, row) in enumerate(zip(stage.microbatches, result, strict=True)):
-            reached = frontier[d] if alike else _frontier_of(spans, others, frontier)
+            reached = frontier[d] if others is None else _frontier_of(spans, others, frontier)
             row[:] = map(max, row, reached)
     # A sample leaves this stage with its whole micro-batch, on whichever replica that is.
     pieces = sorted(span for spans in stage.microbatches for span in spans)
@@ -149,7 +153,6 @@ def _needed_by(
     consumer_before: Sequence[Sequence[int]],
     lead: int,
 ) -> list[int]:
-    own = RangeIndex([spans])
     # reach[d2][n]: own micro-batches that the first n of consumer replica d2 draw from.
     reach: dict[int, list[int]] = {}
     needed: list[int] = []
@@ -157,7 +160,7 @@ def _needed_by(
         most = m + 1
         for _, d2, j in others.overlapping(span):
             if d2 not in reach:
-                reach[d2] = _reach(own, consumer.microbatches[d2])
+                reach[d2] = _reach(spans, consumer.microbatches[d2])
             before = consumer_before[d2][j]
             ahead = reach[d2][min(len(reach[d2]) - 1, before + lead)]
             most = max(most, ahead, reach[d2][before] + lead)
@@ -165,11 +168,14 @@ def _needed_by(
     return needed
 
 
-def _reach(own: RangeIndex, consumer_spans: Sequence[SampleRange]) -> list[int]:
+def _reach(spans: Sequence[SampleRange], consumer_spans: Sequence[SampleRange]) -> list[int]:
+    starts = [start for start, _ in spans]
     reach = [0]
-    for span in consumer_spans:
-        last = max((k + 1 for _, _, k in own.overlapping(span)), default=0)
-        reach.append(max(reach[-1], last))
+    for first, end in consumer_spans:
+        # The last micro-batch before its end: where that ends too early, all do.
+        last = bisect_left(starts, end)
+        draws = last and spans[last - 1][1] > first
+        reach.append(max(reach[-1], last) if draws else reach[-1])
     return reach
 
 
