@@ -163,8 +163,10 @@ class _Projection:
         row.append(own)
         for edge, group, (start, stop) in given:
             if forward or edge.carries_gradient:
-                for peer in group[t :: len(event.ranks)]:
-                    row.append(Message(send, index, mb, edge.index, peer, start, stop))
+                row += [
+                    Message(send, index, mb, edge.index, peer, start, stop)
+                    for peer in group[t :: len(event.ranks)]
+                ]
 
     def _note_features(self, event: Event) -> None:
         """Note when and where the samples of a forward are there for their syncs."""
@@ -249,12 +251,16 @@ def order_receives(
     """
     sent: dict[MessageKey, _Turn] = {}
     for rank, row in enumerate(rows):
+        before, time, first, t = None, 0, 0, 0
         for item in row:
             if isinstance(item, Message) and item.is_send:
-                stage = graph.stages[item.stage]
-                d, t = stage.place(rank)
-                time = times.ends[item.op is Op.SEND_B, item.stage, d, item.mb]
-                first = stage.microbatches[d][item.mb][0]
+                # Of the compute before them most have the first three in common.
+                own = item.op, item.stage, item.mb
+                if own != before:
+                    before, stage = own, graph.stages[item.stage]
+                    d, t = stage.place(rank)
+                    time = times.ends[item.op is Op.SEND_B, item.stage, d, item.mb]
+                    first = stage.microbatches[d][item.mb][0]
                 sent[item.key(rank)] = time, item.stage, first, t, item.edge, item.start
     return tuple(
         _in_order(rank, row, graph, sent, times.starts[rank]) if row else ()

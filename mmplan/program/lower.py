@@ -304,8 +304,7 @@ def _mark_scattered(plan: Plan, graph: Graph) -> None:
         producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
         forward, backward = gathers[edge.consumer], edge.carries_gradient and gathers[edge.producer]
         if (forward or backward) and any(
-            nodes(producer, d) != nodes(consumer, d2)
-            for d, d2 in replica_pairs(producer, consumer)
+            nodes(producer, d) != nodes(consumer, d2) for d, d2 in replica_pairs(producer, consumer)
         ):
             graph.edges[edge.index] = replace(edge, scattered=forward, scattered_back=backward)
 

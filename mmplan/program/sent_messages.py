@@ -8,6 +8,7 @@ which never says that a send is over, need not be asked.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -66,18 +67,18 @@ class MessagesUnderWay:
         for position, item, key in row.receives:
             if item.peer != rank:
                 yield MessageSpan(item, position, row.taken.get(key, row.end))
-        kept: dict[tuple[int, int, int], MessageSpan] = {}
+        kept: dict[tuple[int, int, int], tuple[Message, int, int]] = {}
         sends = [send for peer, own in row.sends.items() if peer != rank for send in own]
         for position, item, _ in sends:
             tensor = item.stage, item.mb, -1 if item.op is Op.SEND_F else item.edge
-            last = shown[position]
-            message, first, before = kept.get(tensor, (item, position, last))
-            kept[tensor] = MessageSpan(message, min(first, position), max(before, last))
-        yield from kept.values()
+            last, known = shown[position], kept.get(tensor)
+            if known is None:
+                kept[tensor] = item, position, last
+            elif position < known[1] or last > known[2]:
+                kept[tensor] = known[0], min(known[1], position), max(known[2], last)
+        yield from itertools.starmap(MessageSpan, kept.values())
 
-    def _shown(
-        self, rank: int, peer: int, sends: Sequence[_Posted]
-    ) -> Iterator[tuple[int, int]]:
+    def _shown(self, rank: int, peer: int, sends: Sequence[_Posted]) -> Iterator[tuple[int, int]]:
         """Positions of sends to a peer, and of the instructions that show that they are over."""
         last, taken = self._row(rank).end, self._row(peer).taken
         instructions = self._program.instructions[peer]

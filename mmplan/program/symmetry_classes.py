@@ -177,13 +177,15 @@ def _components(plan: Plan, graph: Graph) -> list[Component]:
     # Replicas are numbered over all units.
     starts = [0, *itertools.accumulate(unit.dp for unit in plan.units)]
     joined = _DisjointSets(starts[-1])
+    # Of each rank its first replica.
     first_R = np.full(plan.devices, -1)
     for start, unit in zip(starts, plan.units, strict=False):
         ranks = np.array(unit.ranks).reshape(unit.dp, -1)
         numbers = np.broadcast_to(np.arange(start, start + unit.dp)[:, None], ranks.shape)
         others = first_R[ranks]
         shared = others >= 0
-        for number, other in {*zip(numbers[shared].tolist(), others[shared].tolist())}:
+        pairs_N = np.unique(np.stack([numbers[shared], others[shared]]), axis=1)
+        for number, other in pairs_N.T.tolist():
             joined.join(number, other)
         first_R[ranks[~shared]] = numbers[~shared]
     start_of = {unit.name: start for start, unit in zip(starts, plan.units, strict=False)}

@@ -7,24 +7,24 @@ those of forward, backward, communication and losses, without the optimizer's up
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import TypeVar
 
 from mmplan.costs.program_costs import ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.clocks import Clocks, Durations, Parts, Shared, replay
 from mmplan.program.dependencies import Dependencies, find_dependencies
-from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
-from mmplan.program.model import Edge, Program
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.model import Program
 from mmplan.program.reduction_starts import rounds_of, starting_stages
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
 
-CostAnswer = TypeVar("CostAnswer")
+# Of messages that take as long: source, target, edge, samples, and whether they go back.
+_Kind = tuple[int, int, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +181,18 @@ def durations_of(
 ) -> Durations:
     """Seconds of every instruction, message and gather of a program."""
     started = [_parts(program, costs, item) for item in dependencies.started]
+    kinds, places = _kinds_of_messages(dependencies)
+    seconds = [
+        costs.message_s(source, target, program.edges[edge], samples, backward)
+        for source, target, edge, samples, backward in kinds
+    ]
+    shared = _shared(program, costs, dependencies, started, kinds, places) if contention else None
     return Durations(
         instruction=_instruction_seconds(program, costs, set(dependencies.reduction)),
-        message=_of_messages(costs.message_s, program, dependencies),
+        message=list(map(seconds.__getitem__, places)),
         started=started,
         slowdown=costs.compute_slowdown,
-        shared=_shared(program, costs, dependencies, started) if contention else None,
+        shared=shared,
     )
 
 
@@ -206,11 +212,17 @@ def _shared(
     costs: ProgramCosts,
     dependencies: Dependencies,
     started: Sequence[Parts],
+    kinds: Mapping[_Kind, int],
+    places: Sequence[int],
 ) -> Shared | None:
     """The use of nodes' interfaces, if two transfers can use one at the same time."""
+    messages = [
+        costs.message_traffic(source, target, program.edges[edge], samples, backward)
+        for source, target, edge, samples, backward in kinds
+    ]
     gathers = {loss.index: costs.gather_traffic(loss) for loss in program.cross_sample_losses}
     shared = Shared(
-        message=_of_messages(costs.message_traffic, program, dependencies),
+        message=list(map(messages.__getitem__, places)),
         started=[
             gathers[item.loss]
             if isinstance(item, Sync)
@@ -225,7 +237,7 @@ def _shared(
     users: dict[int, tuple[str, object]] = {}
     # Messages of one pair, gathers of one loss and reductions of the same ranks never overlap.
     users_of = (
-        (("message", pair) for pair in dependencies.link),
+        (("message", link) for link in kinds.values()),
         (
             ("gather", item.loss)
             if isinstance(item, Sync)
@@ -237,9 +249,7 @@ def _shared(
             for i in dependencies.reduction
         ),
     )
-    for transfers, names in zip(
-        (shared.message, shared.started, shared.group), users_of, strict=True
-    ):
+    for transfers, names in zip((messages, shared.started, shared.group), users_of, strict=True):
         for traffic, user in zip(transfers, names, strict=True):
             for interface, load in traffic.loads if traffic is not None else ():
                 if load > 1 or users.setdefault(interface, user) != user:
@@ -272,25 +282,26 @@ def _instruction_seconds(
 
     rows: list[list[float]] = []
     for rank, row in enumerate(program.instructions):
-        samples = _samples(program, rank)
-        rows.append([seconds(item, samples) for item in row])
+        samples = _samples(program, rank) if row else {}
+        # Most are messages, which have their seconds beside these.
+        rows.append([0.0 if isinstance(x, Message) else seconds(x, samples) for x in row])
     return rows
 
 
-def _of_messages(
-    ask: Callable[[int, int, Edge, int, bool], CostAnswer],
-    program: Program,
-    dependencies: Dependencies,
-) -> list[CostAnswer]:
-    """The cost of every message; messages with equal arguments are asked for once."""
-    known: dict[tuple[int, int, int, int, bool], CostAnswer] = {}
-    result: list[CostAnswer] = []
-    for edge, backward, source, target, start, stop in dependencies.messages:
+def _kinds_of_messages(dependencies: Dependencies) -> tuple[dict[_Kind, int], list[int]]:
+    """The kinds of messages, each with its link, and of every message its place among these."""
+    kinds: dict[_Kind, int] = {}
+    links: dict[_Kind, int] = {}
+    places: list[int] = []
+    messages = zip(dependencies.messages, dependencies.link, strict=True)
+    for (edge, backward, source, target, start, stop), link in messages:
         key = source, target, edge, stop - start, backward
-        if key not in known:
-            known[key] = ask(source, target, program.edges[edge], stop - start, backward)
-        result.append(known[key])
-    return result
+        place = kinds.get(key)
+        if place is None:
+            place = kinds[key] = len(kinds)
+            links[key] = link
+        places.append(place)
+    return links, places
 
 
 def _samples(program: Program, rank: int) -> dict[int, list[int]]:
