@@ -246,6 +246,9 @@ class LinkCosts:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._collectives: dict[tuple[CollectiveKind, _Group, float, int], Transfer] = {}
+        # By whether a message is between nodes; by the ranks of a group.
+        self._message_lines: dict[bool, tuple[float, float]] = {}
+        self._gather_lines: dict[int, tuple[float, float]] = {}
 
     def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
         """One message between two ranks, without other transfers."""
@@ -278,13 +281,19 @@ class LinkCosts:
 
     def message_line(self, *, apart: bool) -> tuple[float, float]:
         """Seconds, and seconds per byte, of a message inside a node or between two."""
-        link = between_nodes(self.cluster) if apart else self.cluster.links.intra_node
-        return link.latency_s, 1 / link.bandwidth_bytes_per_s
+        if apart not in self._message_lines:
+            link = between_nodes(self.cluster) if apart else self.cluster.links.intra_node
+            self._message_lines[apart] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+        return self._message_lines[apart]
 
     def gather_line(self, tp: int) -> tuple[float, float]:
         """Seconds, and seconds per byte, of gathering shares in a tensor-parallel group."""
-        none, many = (self.gather_shares_s(ranks=range(tp), num_bytes=n) for n in (0, _MANY_BYTES))
-        return none, (many - none) / _MANY_BYTES
+        if tp not in self._gather_lines:
+            none, many = (
+                self.gather_shares_s(ranks=range(tp), num_bytes=n) for n in (0, _MANY_BYTES)
+            )
+            self._gather_lines[tp] = none, (many - none) / _MANY_BYTES
+        return self._gather_lines[tp]
 
     def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
         """Seconds of one message between two ranks; 0 to itself."""

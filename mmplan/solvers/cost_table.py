@@ -258,6 +258,20 @@ def reduction_s(
         num_bytes: gradients of the stage that has the most, on a device.
         backward_s: of one stage's micro-batch.
     """
+    alone_s, together_s, number = reductions_s(cluster, tp=tp, pp=pp, dp=dp, num_bytes=num_bytes)
+    after_s = together_s - (number - 1) * backward_s
+    return np.where(np.greater(num_bytes, 0), np.maximum(alone_s, after_s), 0.0)
+
+
+def reductions_s(
+    cluster: Cluster,
+    *,
+    tp: int | Ints,
+    pp: int | Ints,
+    dp: int | Ints,
+    num_bytes: float | Floats,
+) -> tuple[Floats, Floats, Ints]:
+    """Seconds of :func:`reduction_s` alone, and of those that share a node's bandwidth; how many."""
     stride, node = tp * pp, cluster.devices_per_node
     num_local = np.minimum(dp, np.maximum(1, -(-node // stride)))
     num_nodes = np.minimum(dp, (dp - 1) * stride // node + 1)
@@ -265,5 +279,4 @@ def reduction_s(
     # Alone and together in one call, which takes little longer than each.
     both = np.stack(np.broadcast_arrays(tp, sharers, dp)[:2])
     alone_s, together_s = all_reduce_s(cluster, dp, num_local, num_nodes, num_bytes, sharers=both)
-    after_s = together_s - (np.maximum(sharers // tp, 1) - 1) * backward_s
-    return np.where(np.greater(num_bytes, 0), np.maximum(alone_s, after_s), 0.0)
+    return alone_s, together_s, np.maximum(sharers // tp, 1)

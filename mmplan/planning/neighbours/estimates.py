@@ -20,7 +20,7 @@ import numpy as np
 from mmplan.arrays import Floats, Ints
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
 from mmplan.schema.cluster import Link
-from mmplan.solvers.cost_table import StageCosts, reduction_s
+from mmplan.solvers.cost_table import StageCosts, reductions_s
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.sample_split import cut
 
@@ -59,7 +59,8 @@ class LayoutEstimates:
             (index, producer) for index, own in enumerate(space.producers) for producer in own
         ]
         self.cost, self._stages = cache(self._cost), cache(self._cut)
-        self._sum_s = cache(self._reduction_s)
+        self._seconds = cache(self._seconds_of)
+        self._sum_s, self._sums = cache(self._reduction_s), cache(self._of_reductions)
         self._group_busy_s, self._row = cache(self._busy_of), cache(self._busy_row)
         self._turns = cache(self._turns_of)
         self._node_seconds: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -80,11 +81,10 @@ class LayoutEstimates:
         own = self._stages(index, choice.pp * choice.vpp)
         share = -(-problem.round_samples // choice.dp)
         sizes = cut(share, choice.size, pinned=self._space.pins(index).microbatch is not None)
-        values, counts = np.unique(np.array((*sizes, choice.size)), return_counts=True)
-        counts[-1] -= 1
-        dp = np.full(len(values), choice.dp)
-        work = values / (choice.tp // choice.shards)
-        forward, backward = (own.shares @ x for x in costs.seconds(choice.shards, work, dp))
+        values = tuple(sorted({*sizes, choice.size}))
+        counts = np.array([sizes.count(value) for value in values])
+        seconds = self._seconds(index, choice.shards, choice.tp // choice.shards, choice.dp, values)
+        forward, backward = (own.shares @ x for x in seconds)
         chunks = (forward + backward).reshape(choice.vpp, choice.pp, len(values))
         each_P = chunks[:, :, -1].sum(axis=0)
         # The ramp of interleaved chunks is as much shorter, if there are micro-batches to fill it.
@@ -98,18 +98,29 @@ class LayoutEstimates:
             backward_s=float(backward[:, -1].sum()) / choice.pp,
         )
 
+    def _seconds_of(
+        self, index: int, shards: int, sharers: int, dp: int, sizes: tuple[int, ...]
+    ) -> tuple[Floats, Floats]:
+        """Of a unit's forwards and backwards: what stages' shares are multiplied by."""
+        _, problem, module = self._space.modules[index]
+        work, each = np.array(sizes) / sharers, np.full(len(sizes), dp)
+        return problem.module_costs(module).seconds(shards, work, each)
+
     def _reduction_s(self, index: int, choice: UnitChoice, dp: int) -> float:
         own = self.cost(index, choice)
-        return float(
-            reduction_s(
-                self._request.cluster,
-                tp=choice.shards,
-                pp=choice.pp,
-                dp=dp,
-                num_bytes=own.gradient_bytes,
-                backward_s=own.backward_s,
-            )
+        if not own.gradient_bytes:
+            return 0.0
+        alone_s, together_s, number = self._sums(choice.shards, choice.pp, dp, own.gradient_bytes)
+        # As :func:`mmplan.solvers.cost_table.reduction_s`.
+        return max(alone_s, together_s - (number - 1) * own.backward_s)
+
+    def _of_reductions(
+        self, tp: int, pp: int, dp: int, num_bytes: float
+    ) -> tuple[float, float, int]:
+        alone_s, together_s, number = reductions_s(
+            self._request.cluster, tp=tp, pp=pp, dp=dp, num_bytes=num_bytes
         )
+        return float(alone_s), float(together_s), int(number)
 
     def _sums_s(self, layout: PlanLayout) -> list[float]:
         """By unit, of the sums of gradients over all places at which its parameters are used."""
