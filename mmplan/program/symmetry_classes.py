@@ -116,12 +116,16 @@ def find_quotient(plan: Plan, graph: Graph) -> Quotient | None:
         kept.setdefault(own, position)
     if len(kept) == len(components) and not merges_tp:
         return None
-    groups = [group for unit in plan.units for _, _, group in unit.grid.groups()]
-    first = {rank: group[0] if merges_tp else rank for group in groups for rank in group}
+    first = list(range(plan.devices))
+    if merges_tp:
+        for unit in plan.units:
+            for _, _, group in unit.grid.groups():
+                for rank in group:
+                    first[rank] = group[0]
+    same = {own: [first[rank] for rank in ranks[position]] for own, position in kept.items()}
     representative: dict[int, int] = {}
     for position, own in enumerate(classes.component_class):
-        same = (first[rank] for rank in ranks[kept[own]])
-        representative.update(zip(ranks[position], same, strict=True))
+        representative.update(zip(ranks[position], same[own], strict=True))
     cut, reductions = _restrict(
         plan, graph, [components[p] for p in kept.values()], merges_tp=merges_tp
     )
@@ -161,13 +165,13 @@ def _can_merge_tp(plan: Plan, graph: Graph) -> bool:
 def _classes(
     plan: Plan, graph: Graph, components: Sequence[Component], ranks: Sequence[Sequence[int]]
 ) -> EquivalenceClasses:
-    node = plan.cluster.node_of
-    collectives = [{node(rank) for rank in r.ranks} for r in graph.reductions]
-    collectives += [{node(rank) for rank in loss.ranks} for loss in graph.cross_sample_losses]
+    node_of = list(map(plan.cluster.node_of, range(plan.devices)))
+    meetings = [each.ranks for each in (*graph.reductions, *graph.cross_sample_losses)]
+    collectives = [set(map(node_of.__getitem__, own)) for own in meetings]
     shapes = _Shapes(plan, graph)
     return refine_classes(
         [shapes.of(*pair) for pair in zip(components, ranks, strict=True)],
-        [[node(rank) for rank in own] for own in ranks],
+        [list(map(node_of.__getitem__, own)) for own in ranks],
         [nodes for nodes in collectives if len(nodes) > 1],
     )
 
@@ -229,17 +233,27 @@ class _Shapes:
         # The last stage of each unit: the one that losses take the output of.
         self._stages = {stage.unit: stage for stage in graph.stages}
         self._sizes = {loss.index: loss.sync_batch for loss in graph.cross_sample_losses}
+        # Of each unit's replicas, a number for the sizes of their micro-batches.
+        numbers: dict[object, int] = {}
+        self._microbatches = [
+            [numbers.setdefault(sizes, len(numbers)) for sizes in unit.microbatches]
+            for unit in plan.units
+        ]
+        self._places: dict[tuple[int, ...], tuple[int, ...]] = {}
         # Among tasks that do not wait for each other, the earlier sample comes first.
         self._in_turn = set(plan.in_turn) >= set(plan.tasks) or len(plan.tasks) == 1
 
     def of(self, component: Component, ranks: Sequence[int]) -> object:
         """Sizes, order and sync batches of the micro-batches, and ranks by first appearance."""
         sizes = tuple(
-            tuple(unit.microbatches[d] for d in replicas)
-            for unit, replicas in zip(self._plan.units, component, strict=True)
+            [
+                tuple([own[d] for d in replicas])
+                for own, replicas in zip(self._microbatches, component, strict=True)
+            ]
         )
         syncs = self._syncs(component) if self._sizes else ()
-        return sizes, self._orders(component), syncs, tuple(by_appearance(ranks))
+        alone = len(set(ranks)) == len(ranks)
+        return sizes, self._orders(component), syncs, alone or tuple(by_appearance(ranks))
 
     def _orders(self, component: Component) -> object:
         """Each micro-batch's rank by its first sample, within the component.
@@ -252,7 +266,16 @@ class _Shapes:
             starts[stage.task if self._in_turn else ""] += [
                 start for start, _ in stage.microbatches[d][:count]
             ]
-        return tuple((task, _places(own)) for task, own in starts.items())
+        return tuple([(task, self._places_of(own)) for task, own in starts.items()])
+
+    def _places_of(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """The place of each number among the different ones: the same wherever they begin."""
+        first = starts[0]
+        after = tuple([start - first for start in starts])
+        if after not in self._places:
+            place = {start: i for i, start in enumerate(sorted({*after}))}
+            self._places[after] = tuple([place[start] for start in after])
+        return self._places[after]
 
     def _syncs(self, component: Component) -> object:
         """First and last sync batch of the micro-batches of a round."""
@@ -271,21 +294,17 @@ class _Shapes:
                 yield self._stages[unit.name], d
 
 
-def _places(numbers: Sequence[int]) -> tuple[int, ...]:
-    """The place of each number among the different ones, ascending."""
-    place = {number: i for i, number in enumerate(sorted({*numbers}))}
-    return tuple([place[number] for number in numbers])
-
-
 def _ranks_of_each(plan: Plan, components: Sequence[Component]) -> list[list[int]]:
     """Every rank of each component, once for each of its units."""
-    grids = [unit.grid for unit in plan.units]
+    grids: list[list[list[int]]] = [
+        np.array(unit.ranks).reshape(unit.dp, -1).tolist() for unit in plan.units
+    ]
     return [
         [
             rank
             for grid, replicas in zip(grids, component, strict=True)
             for d in replicas
-            for rank in grid.replica(d)
+            for rank in grid[d]
         ]
         for component in components
     ]

@@ -271,7 +271,7 @@ def reductions_s(
     dp: int | Ints,
     num_bytes: float | Floats,
 ) -> tuple[Floats, Floats, Ints]:
-    """Seconds of :func:`reduction_s` alone, and of those that share a node's bandwidth; how many."""
+    """Seconds of a sum alone, and of all that share its node's bandwidth; how many these are."""
     stride, node = tp * pp, cluster.devices_per_node
     num_local = np.minimum(dp, np.maximum(1, -(-node // stride)))
     num_nodes = np.minimum(dp, (dp - 1) * stride // node + 1)

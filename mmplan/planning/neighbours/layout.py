@@ -152,7 +152,7 @@ class LayoutSpace:
         ]
         self.least_zero = tuple(request.workload.zero_of(module) for _, _, module in self.modules)
         self.tensor_degrees = cache(self._tensor_degrees)
-        self._starts = cache(self._starts_of_groups)
+        self._starts, self._grid = cache(self._starts_of_groups), cache(self._grid_from)
 
     def plan_zero(self, layout: PlanLayout) -> int:
         """The ZeRO stage of a layout's plan, which units have that say nothing else."""
@@ -217,16 +217,21 @@ class LayoutSpace:
 
     def units_of(self, layout: PlanLayout) -> tuple[Unit, ...] | None:
         """Its units on their ranks; None where tensor-parallel groups would cross nodes."""
-        cluster, starts = self.request.cluster, self.starts_of(layout)
+        starts = self.starts_of(layout)
         if starts is None:
             return None
         units: list[Unit] = []
         for index, (choice, start) in enumerate(zip(layout.choices, starts, strict=True)):
-            grid = RankGrid.consecutive(start, choice.dp, choice.pp, choice.tp)
-            if not all(cluster.keeps_together(ranks) for _, _, ranks in grid.groups()):
+            grid = self._grid(start, choice.dp, choice.pp, choice.tp)
+            if grid is None:
                 return None
             units.append(self._unit(index, layout, grid))
         return tuple(units)
+
+    def _grid_from(self, start: int, dp: int, pp: int, tp: int) -> RankGrid | None:
+        """Consecutive ranks; None where tensor-parallel groups would cross nodes."""
+        grid, cluster = RankGrid.consecutive(start, dp, pp, tp), self.request.cluster
+        return grid if all(cluster.keeps_together(own) for _, _, own in grid.groups()) else None
 
     def _shape(self, layout: PlanLayout, group: Sequence[int]) -> Shape:
         """(dp, pp, tp) of a grid with room for a group."""

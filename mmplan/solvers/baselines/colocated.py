@@ -13,8 +13,7 @@ where a node more makes the links slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -139,12 +138,15 @@ class _ColocationSearch:
         parts = {name: list(self._parts(name, devices)) for name in problem.task.modules}
         if not problem.chained():
             return self._merge(parts)
-        cuts = [{(part.tp, part.size) for part in own} for own in parts.values()]
+        cuts: list[dict[tuple[int, int], list[_ModuleShare]]] = []
+        for own in parts.values():
+            cuts.append({})
+            for part in own:
+                cuts[-1].setdefault((part.tp, part.size), []).append(part)
         aligned: list[_PartialShare] = []
-        for key in sorted(set.intersection(*cuts)):
-            same = {n: [p for p in own if (p.tp, p.size) == key] for n, own in parts.items()}
-            with suppress(InfeasibleError):
-                aligned += self._merge(same)
+        for key in sorted(set.intersection(*map(set, cuts))):
+            same = {name: own[key] for name, own in zip(parts, cuts, strict=True)}
+            aligned += self._fitting(self._sums(same))
         return aligned or self._merge(parts)
 
     def _parts(self, module: str, devices: int) -> Iterator[_ModuleShare]:
@@ -197,40 +199,50 @@ class _ColocationSearch:
 
     def _merge(self, parts: dict[str, list[_ModuleShare]]) -> list[_PartialShare]:
         """Undominated sums of time and bytes that fit a device."""
-        problem = self._problem
-        wholes: list[_PartialShare] = [
-            _PartialShare(parts=(), reach=(), time_s=0.0, held_bytes=0.0)
-        ]
         for name, own in parts.items():
             if not own:
                 raise self._not_shared(name)
-            sums = (
+        wholes = self._sums(parts)
+        if fitting := self._fitting(wholes):
+            return fitting
+        needed = min(w.held_bytes for w in wholes)
+        raise InfeasibleError(
+            f"all modules together need {size(needed)} on each device at best, "
+            f"{missing(needed, self._problem.memory_bytes)}",
+            hint="use --solver distmm with more devices, recompute: full, or a smaller sync_batch",
+        )
+
+    def _fitting(self, wholes: Sequence[_PartialShare]) -> list[_PartialShare]:
+        return [whole for whole in wholes if whole.held_bytes <= self._problem.memory_bytes]
+
+    def _sums(self, parts: dict[str, list[_ModuleShare]]) -> list[_PartialShare]:
+        """Undominated sums of time and bytes."""
+        syncs = bool(self._problem.task.sync_batches)
+        wholes: list[_PartialShare] = [
+            _PartialShare(parts=(), reach=(), time_s=0.0, held_bytes=0.0)
+        ]
+        for own in parts.values():
+            sums = [
                 (
                     whole.time_s + part.time_s,
                     whole.held_bytes + part.held_bytes,
-                    (*whole.reach, part.tp * part.dp) if problem.task.sync_batches else (),
-                    (*whole.parts, part),
+                    (*whole.reach, part.tp * part.dp) if syncs else (),
+                    whole,
+                    part,
                 )
                 for whole in wholes
                 for part in own
-            )
+            ]
             # Of those that reach the same ranks, those that no other beats in time and bytes.
             wholes = [
-                _PartialShare(parts=found, reach=reach, time_s=time_s, held_bytes=held)
-                for time_s, held, reach, found in staircase(
+                _PartialShare(
+                    parts=(*whole.parts, part), reach=reach, time_s=time_s, held_bytes=held
+                )
+                for time_s, held, reach, whole, part in staircase(
                     sums, itemgetter(0, 1), group=itemgetter(2)
                 )
             ]
-        fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
-        if not fitting:
-            needed = min(w.held_bytes for w in wholes)
-            raise InfeasibleError(
-                f"all modules together need {size(needed)} on each device at best, "
-                f"{missing(needed, problem.memory_bytes)}",
-                hint="use --solver distmm with more devices, recompute: full, or a smaller "
-                "sync_batch",
-            )
-        return fitting
+        return wholes
 
     def _not_shared(self, module: str) -> InfeasibleError:
         problem = self._problem
