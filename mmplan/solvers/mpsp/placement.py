@@ -53,6 +53,9 @@ def transfer_s(
     """
     longest_s, sender = 0.0, 0
     interfaces: dict[tuple[int, bool], float] = {}
+    # By bytes and the nodes of a group's ranks, counted from that of its first.
+    gathers_s: dict[tuple[float, tuple[int, ...]], float] = {}
+    node_of = cluster.node_of
     ends = list(accumulate(split_evenly(samples, len(producers))))
     first = 0
     for consumer, stop in zip(
@@ -70,8 +73,12 @@ def transfer_s(
                 gather_s = 0.0
                 if own.interface_s:
                     if len(consumer) > 1:
-                        gather_s = collective_s(cluster, "all_gather", consumer, num_bytes)
-                    for side in ((cluster.node_of(source), True), (cluster.node_of(target), False)):
+                        nodes = tuple([node_of(rank) - node_of(target) for rank in consumer])
+                        if (num_bytes, nodes) not in gathers_s:
+                            own_s = collective_s(cluster, "all_gather", consumer, num_bytes)
+                            gathers_s[num_bytes, nodes] = own_s
+                        gather_s = gathers_s[num_bytes, nodes]
+                    for side in ((node_of(source), True), (node_of(target), False)):
                         interfaces[side] = interfaces.get(side, 0.0) + own.interface_s
                 longest_s = max(longest_s, own.seconds + gather_s)
             if ends[p] >= stop:
