@@ -10,8 +10,9 @@ it. A chain needs the smallest count that finishes it in that time; it needs non
 wait. Bisection finds the least C for which these needs fit the devices. Devices that are left over
 go to chains that waited, then to those with the least slack. Blocks may be cut anywhere here and
 are rounded at the end; list scheduling then makes a schedule. The tails decide. They start from the
-seconds that the graph's bound gives each chain. Random changes follow, of all chains' seconds or of
-some; a change stays where the schedule became shorter.
+seconds that the graph's bound gives each chain; a chain with none after it may have to end a little
+before C. Random changes follow, of all chains' seconds or of some; a change stays where the
+schedule became shorter.
 """
 
 from __future__ import annotations
@@ -188,6 +189,11 @@ _LARGE_CHANGE = 0.3
 _SMALL_CHANGE = 0.1
 # Share of the chains that change where some do.
 _CHANGED_CHAINS = 0.3
+# Chains with none after them end so much before the end at most, as a share of the longest chain's
+# seconds: where all end together, their last counts are far from what they need.
+_GAP_SHARE = 0.05
+# Share of the chains whose gaps change.
+_CHANGED_GAPS = 0.2
 # Share of the draws that start from the best settings so far.
 _FROM_BEST = 0.7
 # Share of these that draw the other settings anew.
@@ -208,12 +214,14 @@ class FluidSettings:
 
     Attributes:
         spans_s: assumed seconds of each chain; the tails are sums of them.
+        gaps_s: the tail of each chain that has none after it.
         wait_s: a chain with more slack than this does not start yet.
         patient: slack is computed with the chain's largest count, else with its smallest.
         keep_share: share by which the time left may grow so that a chain keeps its count.
     """
 
     spans_s: tuple[float, ...]
+    gaps_s: tuple[float, ...]
     wait_s: float
     patient: bool
     keep_share: float
@@ -249,7 +257,7 @@ class FluidScheduler:
         rng = self._rng
         if best is None or rng.random() > _FROM_BEST:
             spans = tuple(self._changed(x, _LARGE_CHANGE) for x in self._spans_s)
-            return self._with_new_rules(spans)
+            return self._with_new_rules(spans, tuple(self._gap() for _ in spans))
         if rng.random() < 0.5:
             spans = tuple(
                 self._changed(x, _LARGE_CHANGE) if rng.random() < _CHANGED_CHAINS else x
@@ -257,18 +265,23 @@ class FluidScheduler:
             )
         else:
             spans = tuple(self._changed(x, _SMALL_CHANGE) for x in best.spans_s)
+        gaps = tuple(self._gap() if rng.random() < _CHANGED_GAPS else x for x in best.gaps_s)
         if rng.random() < _NEW_RULES:
-            return self._with_new_rules(spans)
-        return replace(best, spans_s=spans)
+            return self._with_new_rules(spans, gaps)
+        return replace(best, spans_s=spans, gaps_s=gaps)
 
     def _changed(self, span_s: float, change: float) -> float:
         return span_s * (1 + self._rng.uniform(-change, change))
+
+    def _gap(self) -> float:
+        return self._longest_s * self._rng.uniform(0, _GAP_SHARE)
 
     def first(self) -> list[FluidSettings]:
         """The bound's own seconds, with each rule of waiting."""
         return [
             FluidSettings(
                 spans_s=self._spans_s,
+                gaps_s=(0.0,) * len(self._spans_s),
                 wait_s=share * self._longest_s,
                 patient=patient,
                 keep_share=0.0,
@@ -277,10 +290,13 @@ class FluidScheduler:
             for share in _WAIT_SHARES
         ]
 
-    def _with_new_rules(self, spans_s: tuple[float, ...]) -> FluidSettings:
+    def _with_new_rules(
+        self, spans_s: tuple[float, ...], gaps_s: tuple[float, ...]
+    ) -> FluidSettings:
         rng = self._rng
         return FluidSettings(
             spans_s=spans_s,
+            gaps_s=gaps_s,
             wait_s=rng.choice(_WAIT_SHARES) * self._longest_s,
             patient=rng.random() < _PATIENT,
             keep_share=rng.choice(_KEEP_SHARES),
@@ -288,9 +304,10 @@ class FluidScheduler:
 
     def segments(self, settings: FluidSettings) -> ChainSegments:
         """The segments of the settings' schedule; the priority of each is its start."""
-        spans_s, tails = settings.spans_s, [0.0] * len(settings.spans_s)
+        spans_s, tails = settings.spans_s, list(settings.gaps_s)
         for m in reversed(range(len(tails))):
-            tails[m] = max((tails[j] + spans_s[j] for j in self._then[m]), default=0.0)
+            if self._then[m]:
+                tails[m] = max(tails[j] + spans_s[j] for j in self._then[m])
         state = _State(self._num_before, tails)
         shares: list[list[tuple[int, float, float]]] = [[] for _ in self._num_before]
         while state.active:
