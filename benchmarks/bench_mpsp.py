@@ -92,9 +92,12 @@ def make_chain(rng: np.random.Generator, index: int, devices: int, after: tuple[
 def measure(instance: Instance, seconds: float) -> Result:
     """Plan one instance each way."""
     tables = [chain.both_s for chain in instance.chains]
-    bound_s = phase_bound(instance, tables, SearchBudget(BOUND_S))
+    bound = phase_bound(instance, tables, SearchBudget(BOUND_S))
+    bound_s, configurations = bound.seconds, bound.configurations
     started = time.perf_counter()
-    drafts = find_schedules(instance, bound_s=bound_s, budget=SearchBudget(seconds))
+    drafts = find_schedules(
+        instance, bound_s=bound_s, configurations=configurations, budget=SearchBudget(seconds)
+    )
     took = time.perf_counter() - started
     evaluator = Evaluator(instance)
     ours = min(evaluator.run(draft).total_s for draft in drafts.values())
@@ -128,8 +131,14 @@ def by_optimum(rng: np.random.Generator, *, graph: bool, seconds: float) -> list
         tables = [own.forward_s for own in instance.chains]
         best = optimum(instance, tables, limit_s=OPTIMUM_S, tick_s=1.0)
         if best.proven:
-            bound_s = phase_bound(instance, tables, SearchBudget(BOUND_S))
-            drafts = find_schedules(instance, bound_s=2 * bound_s, budget=SearchBudget(seconds))
+            bound = phase_bound(instance, tables, SearchBudget(BOUND_S))
+            bound_s, configurations = bound.seconds, bound.configurations
+            drafts = find_schedules(
+                instance,
+                bound_s=2 * bound_s,
+                configurations=configurations,
+                budget=SearchBudget(seconds),
+            )
             found_s = min(Evaluator(instance).run(draft).forward_s for draft in drafts.values())
             ours.append(found_s / best.seconds)
             bounds.append(bound_s / best.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import islice
 from statistics import median
 
 import numpy as np
@@ -20,6 +21,7 @@ from mmplan.solvers.mpsp.bounds import (
     level_bound,
     phase_bound,
 )
+from mmplan.solvers.mpsp.configuration_schedules import configuration_schedules
 from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, bi_point
 from mmplan.solvers.mpsp.instance import Chain, GradientSum, Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Evaluator
@@ -41,7 +43,9 @@ def _all_bounds(instance: Instance) -> list[float]:
     return [
         level_bound(curves, instance.devices),
         dag_bound(curves, [c.after for c in instance.chains], instance.devices)[0],
-        configuration_bound(instance.chains, tables, instance.devices, budget=SearchBudget(5)),
+        configuration_bound(
+            instance.chains, tables, instance.devices, budget=SearchBudget(5)
+        ).seconds,
     ]
 
 
@@ -66,10 +70,10 @@ def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
     instance = data.draw(instances())
     timed = Evaluator(instance).run(schedule := data.draw(schedules(instance)))
     assert not overloads(instance, schedule, timed.starts)
-    forward_s = phase_bound(instance, _forward(instance), SearchBudget(5))
-    backward_s = phase_bound(instance, [c.backward_s for c in instance.chains], SearchBudget(5))
-    assert forward_s <= timed.forward_s * SLACK
-    assert backward_s <= timed.backward_s * SLACK
+    forward = phase_bound(instance, _forward(instance), SearchBudget(5))
+    backward = phase_bound(instance, [c.backward_s for c in instance.chains], SearchBudget(5))
+    assert forward.seconds <= timed.forward_s * SLACK
+    assert backward.seconds <= timed.backward_s * SLACK
 
 
 @settings(max_examples=15, deadline=None)
@@ -226,10 +230,15 @@ def test_graphs_of_many_metaops_end_near_their_bound() -> None:
     ratios: list[float] = []
     for size in ((10, 16), (20, 32), (20, 64), (30, 64)) * 2:
         instance = random_graph(rng, *size)
-        bound_s = phase_bound(instance, [c.both_s for c in instance.chains], SearchBudget(5))
-        found = find_schedules(instance, bound_s=bound_s, budget=SearchBudget(1.0))
+        bound = phase_bound(instance, [c.both_s for c in instance.chains], SearchBudget(5))
+        found = find_schedules(
+            instance,
+            bound_s=bound.seconds,
+            configurations=bound.configurations,
+            budget=SearchBudget(1.0),
+        )
         best_s = min(Evaluator(instance).run(schedule).total_s for schedule in found.values())
-        ratios.append(best_s / bound_s)
+        ratios.append(best_s / bound.seconds)
     assert median(ratios) <= 1.06, sorted(ratios)
     assert max(ratios) <= 1.12, sorted(ratios)
 
@@ -241,7 +250,7 @@ def test_the_papers_value_is_no_bound() -> None:
     )
     # Forward and backward: 1 + 2 times the forward.
     assert continuous_optimum(two, [0, 1]) == pytest.approx(3 * 9.0)
-    assert phase_bound(two, _forward(two), SearchBudget(1)) == pytest.approx(8.0, rel=1e-6)
+    assert phase_bound(two, _forward(two), SearchBudget(1)).seconds == pytest.approx(8.0, rel=1e-6)
     best = find_schedules(two, bound_s=24.0, budget=SearchBudget(0.2))
     assert min(Evaluator(two).run(d).forward_s for d in best.values()) == pytest.approx(8.0)
 
@@ -252,12 +261,14 @@ def test_as_many_metaops_as_devices() -> None:
     assert continuous_optimum(four, range(4)) == pytest.approx(3 * 6.0)
     five = Instance(chains=tuple(chain([1], [6]) for _ in range(5)), devices=4)
     assert continuous_optimum(five, range(5)) == pytest.approx(3 * 30.0)
-    assert phase_bound(four, _forward(four), SearchBudget(1)) == pytest.approx(6.0)
+    assert phase_bound(four, _forward(four), SearchBudget(1)).seconds == pytest.approx(6.0)
 
 
 def test_more_metaops_than_devices() -> None:
     five = Instance(chains=tuple(chain([1], [4], blocks=4) for _ in range(5)), devices=2)
-    assert phase_bound(five, _forward(five), SearchBudget(1)) == pytest.approx(10.0, rel=1e-6)
+    assert phase_bound(five, _forward(five), SearchBudget(1)).seconds == pytest.approx(
+        10.0, rel=1e-6
+    )
     found = find_schedules(five, bound_s=0.0, budget=SearchBudget(0.3))
     best = min(Evaluator(five).run(d).forward_s for d in found.values())
     # A chain stays in one piece in time but may change its device: 12 without any gap left.
@@ -270,8 +281,8 @@ def test_configurations_know_counts_that_do_not_fill_the_devices() -> None:
     seven = Instance(chains=chains, devices=7)
     curves = [curve(c.counts, c.forward_s) for c in seven.chains]
     assert level_bound(curves, 7) == pytest.approx(24 / 7)
-    bound_s = configuration_bound(seven.chains, _forward(seven), 7, budget=SearchBudget(1))
-    assert bound_s == pytest.approx(4.0, rel=1e-3)
+    bound = configuration_bound(seven.chains, _forward(seven), 7, budget=SearchBudget(1))
+    assert bound.seconds == pytest.approx(4.0, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +302,58 @@ def test_configurations_know_what_cannot_run_at_once(
     """A second each on one of two devices."""
     chains = tuple(replace(chain([1], [1.0], blocks=4), after=own) for own in after)
     two = Instance(chains=chains, devices=2)
-    bound_s = configuration_bound(two.chains, _forward(two), 2, budget=SearchBudget(1))
-    assert bound_s == pytest.approx(least_s, rel=1e-3)
+    bound = configuration_bound(two.chains, _forward(two), 2, budget=SearchBudget(1))
+    assert bound.seconds == pytest.approx(least_s, rel=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances())
+def test_configurations_fit_the_devices_and_run_every_chain(instance: Instance) -> None:
+    bound = configuration_bound(
+        instance.chains, _forward(instance), instance.devices, budget=SearchBudget(5)
+    )
+    done = np.zeros(len(instance.chains))
+    for own in bound.configurations:
+        assert sum(own.counts.values()) <= instance.devices
+        for m, count in own.counts.items():
+            one = instance.chains[m]
+            done[m] += own.seconds / one.forward_s[one.counts.index(count)].sum()
+    if all(len(scaling_classes(own.forward_s)) == 1 for own in instance.chains):
+        assert done == pytest.approx(1.0, rel=1e-3)
+    assert (done > 0).all()
+    assert sum(own.seconds for own in bound.configurations) >= bound.seconds * (1 - 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances())
+def test_schedules_from_configurations_are_valid(instance: Instance) -> None:
+    """Also from configurations on other counts; there are none where a chain is in none."""
+    fewer = [
+        replace(c, counts=c.counts[::2], forward_s=c.forward_s[::2], backward_s=c.backward_s[::2])
+        for c in instance.chains
+    ]
+    half = Instance(chains=tuple(fewer), devices=instance.devices)
+    for bounded, planned in ((instance, instance), (instance, half), (half, instance)):
+        found = phase_bound(bounded, _forward(bounded), SearchBudget(1)).configurations
+        for schedule in islice(configuration_schedules(planned, found, random.Random(0)), 4):
+            assert [own[-1].end for own in schedule.segments] == [c.blocks for c in planned.chains]
+            starts = Evaluator(planned).run(schedule).starts
+            assert not overloads(planned, schedule, starts)
+    assert not [*configuration_schedules(instance, (), random.Random(0))]
+
+
+def test_configurations_follow_each_other_in_the_order_of_the_chains() -> None:
+    """The second chain shares the devices with the third, which comes after the first.
+
+    The first takes 2 s on both devices, the others 4 s on one each.
+    """
+    tables = ([4, 2], [4, 3.9], [4, 3.9])
+    one, two, three = (chain([1, 2], own, blocks=4) for own in tables)
+    three_chains = Instance(chains=(one, two, replace(three, after=(0,))), devices=2)
+    bound = phase_bound(three_chains, _forward(three_chains), SearchBudget(1))
+    assert bound.seconds == pytest.approx(6.0, rel=1e-3)
+    schedule = next(configuration_schedules(three_chains, bound.configurations, random.Random(0)))
+    assert Evaluator(three_chains).run(schedule).forward_s == pytest.approx(6.0, rel=1e-3)
 
 
 def test_devices_that_make_a_chain_slower_are_not_used() -> None:

@@ -47,8 +47,11 @@ def test_cp_sat_and_brute_force_agree(instance: Instance) -> None:
 def test_no_bound_exceeds_the_optimum_and_no_schedule_is_shorter(instance: Instance) -> None:
     tables = [own.forward_s for own in instance.chains]
     found = optimum(instance, tables, limit_s=5, tick_s=1.0)
-    assert phase_bound(instance, tables, SearchBudget(5)) <= found.seconds * (1 + 1e-9)
-    schedules = find_schedules(instance, bound_s=0.0, budget=SearchBudget(0.05))
+    bound = phase_bound(instance, tables, SearchBudget(5))
+    assert bound.seconds <= found.seconds * (1 + 1e-9)
+    schedules = find_schedules(
+        instance, bound_s=0.0, configurations=bound.configurations, budget=SearchBudget(0.05)
+    )
     best_s = min(Evaluator(instance).run(own).forward_s for own in schedules.values())
     assert best_s >= found.bound_s * (1 - 1e-9)
 
@@ -88,9 +91,11 @@ def test_within_a_percent_of_the_optimum_in_the_median(graph: bool) -> None:
         best = optimum(instance, tables, limit_s=6, tick_s=1.0)
         if not best.proven:
             continue
+        bound = phase_bound(instance, tables, SearchBudget(1))
         schedules = find_schedules(
             instance,
-            bound_s=2 * phase_bound(instance, tables, SearchBudget(1)),
+            bound_s=2 * bound.seconds,
+            configurations=bound.configurations,
             budget=SearchBudget(1),
         )
         ratios.append(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -175,9 +175,35 @@ ConfigurationChoices = tuple[tuple[int, int, int], ...]
 """(chain, scaling class, position of its count) of all that runs at the same time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Counts that run at the same time.
+
+    Attributes:
+        counts: by chain; others do not run.
+        seconds: for which they do.
+    """
+
+    counts: dict[int, int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBound:
+    """A bound, and the configurations of about the same length, in no order.
+
+    Attributes:
+        seconds: no schedule takes less.
+        configurations: all chains run to their ends in them, but not always in their order.
+    """
+
+    seconds: float
+    configurations: tuple[Configuration, ...] = ()
+
+
 def configuration_bound(
     chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, budget: SearchBudget
-) -> float:
+) -> PhaseBound:
     """The bound over combinations of counts and the order of the chains, by column generation.
 
     With duals y and the best column's value z, sum(y) / z is a bound however many columns are
@@ -286,12 +312,14 @@ class _ColumnGeneration:
             for counts in self._counts
         ]
         self._columns: list[ConfigurationChoices] = []
+        # Of the columns at the last master program.
+        self._seconds: list[float] = []
         self._max_nodes = 0
 
-    def run(self, budget: SearchBudget) -> float:
+    def run(self, budget: SearchBudget) -> PhaseBound:
         rows = len(self._rows)
         if not rows:
-            return 0.0
+            return PhaseBound(seconds=0.0)
         for m, c in self._rows:
             self._columns.append(((m, c, int(self._classes[m][c].argmin())),))
         centre = self._first_duals()
@@ -318,7 +346,14 @@ class _ColumnGeneration:
                 # Only now: it takes longer.
                 self._max_nodes = _MAX_NODES
                 self._columns = [own for own in self._columns if self._clash(own) is None]
-        return bound_s
+        found = tuple(
+            Configuration(
+                counts={m: int(self._counts[m][k]) for m, _, k in column}, seconds=seconds
+            )
+            for column, seconds in zip(self._columns, self._seconds, strict=False)
+            if seconds > 0
+        )
+        return PhaseBound(seconds=bound_s, configurations=found)
 
     def _first_duals(self) -> Floats:
         """Duals of the level bound: device-seconds, and seconds at each chain's own price."""
@@ -349,7 +384,9 @@ class _ColumnGeneration:
         limit = np.concatenate([np.ones(len(worth)), np.zeros(len(order.surplus)), [1.0]])
         budget.spend(_MASTER_S + _ENTRY_S * matrix.size)
         gain = np.append(least / least.max(), 0 * order.total)
-        return maximize(gain, matrix, limit)[0] * unit
+        duals, prices = maximize(gain, matrix, limit)
+        self._seconds = (prices[: len(worth)] * least.max()).tolist()
+        return duals * unit
 
     def _price(self, duals: Floats, budget: SearchBudget) -> tuple[float, ConfigurationChoices]:
         """The most valuable configuration, and no less than its value: branch and bound.
@@ -494,8 +531,8 @@ def maximize(gain: Floats, matrix: Floats, limit: Floats) -> tuple[Floats, Float
     return x[:columns], np.maximum(table[rows, columns:-1], 0.0)
 
 
-def phase_bound(instance: Instance, tables: Sequence[Floats], budget: SearchBudget) -> float:
-    """The best of the three bounds for one phase, in seconds.
+def phase_bound(instance: Instance, tables: Sequence[Floats], budget: SearchBudget) -> PhaseBound:
+    """The best of the three bounds for one phase, with the configurations of the third.
 
     Args:
         tables: ``[K, L]`` seconds of every chain in that phase.
@@ -504,12 +541,12 @@ def phase_bound(instance: Instance, tables: Sequence[Floats], budget: SearchBudg
     chains, devices = instance.chains, instance.devices
     curves = [curve(c.counts, table) for c, table in zip(chains, tables, strict=True)]
     if not any(own.time_s[-1] for own in curves):
-        return 0.0
-    found = [level_bound(curves, devices)]
+        return PhaseBound(seconds=0.0)
+    best = configuration_bound(chains, tables, devices, budget=budget)
+    found = [best.seconds, level_bound(curves, devices)]
     if instance.levels > 1:
         found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
-    found.append(configuration_bound(chains, tables, devices, budget=budget))
-    return max(found)
+    return replace(best, seconds=max(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -520,12 +557,14 @@ class RoundBounds:
         total_s: no schedule's forwards and backwards take less.
         area_s: all device-seconds over the number of devices: the bound where segments of one
             MetaOp overlap in time, micro-batch by micro-batch.
+        configurations: of the forward.
         note: both parts of the bound, and Spindle's continuous optimum.
         curves: seconds of every MetaOp against devices, for a whole step.
     """
 
     total_s: float
     area_s: float
+    configurations: tuple[Configuration, ...]
     note: str
     curves: tuple[ScalingCurve, ...]
 
@@ -539,12 +578,13 @@ def round_bounds(instance: Instance, rounds: int, budget: SearchBudget) -> Round
         budget: of the configuration programs of both phases.
     """
     chains, half_s = instance.chains, budget.left_s / 2
-    forward_s = phase_bound(instance, [c.forward_s for c in chains], budget.part(half_s))
-    ratio = backward_ratio(chains)
+    forward = phase_bound(instance, [c.forward_s for c in chains], budget.part(half_s))
+    forward_s, ratio = forward.seconds, backward_ratio(chains)
     if ratio is not None:
         backward_s = ratio * forward_s
     else:
-        backward_s = phase_bound(instance, [c.backward_s for c in chains], budget.part(half_s))
+        backward = phase_bound(instance, [c.backward_s for c in chains], budget.part(half_s))
+        backward_s = backward.seconds
     area_s = sum(
         float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
         for c in chains
@@ -562,6 +602,7 @@ def round_bounds(instance: Instance, rounds: int, budget: SearchBudget) -> Round
     return RoundBounds(
         total_s=forward_s + backward_s,
         area_s=area_s / instance.devices,
+        configurations=forward.configurations,
         note=note,
         curves=tuple(_scaling_curve(chain, rounds) for chain in chains),
     )

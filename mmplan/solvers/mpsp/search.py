@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmplan.solvers.mpsp.bounds import curve, dag_bound, level_bound
+from mmplan.solvers.mpsp.bounds import Configuration, curve, dag_bound, level_bound
+from mmplan.solvers.mpsp.configuration_schedules import configuration_schedules
 from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, portfolio
 from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import (
@@ -24,12 +25,16 @@ from mmplan.solvers.search_budget import SearchBudget
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
 # Share of the budget for bi-point schedules.
 _PORTFOLIO_SHARE = 0.1
+# Share of the budget for schedules from the bound's configurations.
+_CONFIGURATIONS_SHARE = 0.05
 # Share of the budget for fluid schedules.
 _FLUID_SHARE = 0.2
 # They are searched for anew so often: each search gets stuck elsewhere.
 _FLUID_SEARCHES = 3
 # Share of what the initial schedules leave for annealing the best schedule without cuts.
 _UNCUT_SHARE = 0.1
+# The same for the best schedule from configurations: it begins far from its best, with many cuts.
+_CONFIGURED_SHARE = 0.2
 # The same for each round of trials: the best schedule of each search is annealed for an equal part
 # of it, and the better half for the next round. The best schedule of all has what remains.
 _TRIAL_SHARE = 0.2
@@ -65,13 +70,19 @@ _MOVE_S = 9e-6
 # An initial schedule, for each chain and each of its counts.
 _CHAIN_S = 6e-6
 _COUNT_S = 2.5e-7
+# A schedule from configurations, for each of them.
+_ORDER_S = 2e-5
 # A fluid schedule, for each chain, and each time that it asks how many devices one needs.
 _FLUID_CHAIN_S = 3e-5
 _FLUID_LOOK_S = 2.4e-7
 
 
 def find_schedules(
-    instance: Instance, *, bound_s: float, budget: SearchBudget
+    instance: Instance,
+    *,
+    bound_s: float,
+    configurations: Sequence[Configuration] = (),
+    budget: SearchBudget,
 ) -> dict[str, ChainSchedule]:
     """The best schedules that are found within the budget, by a label; equal ones once.
 
@@ -81,8 +92,9 @@ def find_schedules(
 
     Args:
         bound_s: no schedule's forwards and backwards take less.
+        configurations: from the bound, for some of the initial schedules.
     """
-    schedules = _search(Evaluator(instance), _targets(instance), bound_s, budget)
+    schedules = _search(Evaluator(instance), _targets(instance), bound_s, configurations, budget)
     schedules["tasks one after another"] = sequential_schedule(instance)
     unique: dict[str, ChainSchedule] = {}
     for label, schedule in schedules.items():
@@ -120,6 +132,7 @@ def _search(
     evaluator: Evaluator,
     targets: Sequence[Sequence[float]],
     bound_s: float,
+    configurations: Sequence[Configuration],
     budget: SearchBudget,
 ) -> dict[str, ChainSchedule]:
     """The best schedule, the best one with one segment for each chain, and those before them."""
@@ -127,12 +140,18 @@ def _search(
     instance, all_s = evaluator.instance, budget.left_s
     # Each kind has its share of the budget, and at least one schedule.
     own = budget.part(all_s * _PORTFOLIO_SHARE)
-    pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), own)]
+    chains = instance.chains
+    made_s = _CHAIN_S * len(chains) + _COUNT_S * sum(len(chain.counts) for chain in chains)
+    pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), made_s, own)]
     scheduler = FluidScheduler(instance, targets[-1], rng)
     for _ in range(_FLUID_SEARCHES):
         own = budget.part(all_s * _FLUID_SHARE / _FLUID_SEARCHES)
         pools.append(_fluid_schedules(evaluator, scheduler, own))
-    every = sorted((rated for own in pools for rated in own), key=_cost)
+    made_s = _ORDER_S * len(configurations)
+    ordered = configuration_schedules(instance, configurations, rng)
+    own = budget.part(all_s * _CONFIGURATIONS_SHARE)
+    configured = _rated(evaluator, ordered, made_s, own)
+    every = sorted((rated for own in [*pools, configured] for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
     firsts = sorted((min(own, key=_cost) for own in pools), key=_cost)
     fluid = [rated for own in pools[1:] for rated in own]
@@ -144,6 +163,9 @@ def _search(
     left_s = budget.left_s
     annealing = _Annealing(evaluator, rng, bound_s, every)
     uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
+    if configured:
+        part = budget.part(left_s * _CONFIGURED_SHARE)
+        firsts.append(annealing.run(min(configured, key=_cost), part, _MOVES))
     firsts = sorted([*firsts, uncut], key=_cost)
     others: list[_Rated] = []
     while len(firsts) > 1:
@@ -198,11 +220,10 @@ def _cost(rated: _Rated) -> float:
 
 
 def _rated(
-    evaluator: Evaluator, schedules: Iterator[ChainSchedule], budget: SearchBudget
+    evaluator: Evaluator, schedules: Iterator[ChainSchedule], made_s: float, budget: SearchBudget
 ) -> list[_Rated]:
+    """The schedules, each of which takes ``made_s`` seconds to make."""
     rated: list[_Rated] = []
-    chains = evaluator.instance.chains
-    made_s = _CHAIN_S * len(chains) + _COUNT_S * sum(len(chain.counts) for chain in chains)
     for schedule in schedules:
         before = evaluator.decoded
         rated.append(_Rated.of(evaluator, schedule))

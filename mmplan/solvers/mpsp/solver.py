@@ -225,12 +225,17 @@ class CandidateFinder:
         ]
 
     def searched(
-        self, choices: Sequence[Sequence[Scaling]], rounds: int, bound_s: float, *, is_first: bool
+        self,
+        choices: Sequence[Sequence[Scaling]],
+        rounds: int,
+        bounds: RoundBounds,
+        *,
+        is_first: bool,
     ) -> Iterator[PlacedCandidate]:
         """Schedules of each tp choice that a search finds and that fit the memory.
 
         Args:
-            bound_s: no schedule of a round takes less.
+            bounds: of a round.
             is_first: there is no candidate yet; placing may then take more than the search time.
         """
         request, best_s, fits = self._request, math.inf, not is_first
@@ -249,7 +254,7 @@ class CandidateFinder:
             schedules: list[tuple[Instance, str, ChainSchedule]] = []
             each_s = budget.left_s / len(instances)
             for own in instances:
-                found = self._schedules(own, bound_s, budget.part(each_s))
+                found = self._schedules(own, bounds, budget.part(each_s))
                 for label, schedule in found.items():
                     if all(schedule != other for _, _, other in schedules):
                         schedules.append((own, label, schedule))
@@ -269,14 +274,19 @@ class CandidateFinder:
                     self._failed(placed)
 
     def _schedules(
-        self, instance: Instance, bound_s: float, budget: SearchBudget
+        self, instance: Instance, bounds: RoundBounds, budget: SearchBudget
     ) -> dict[str, ChainSchedule]:
         """The method's schedules by label."""
         if self._method == "wavefront":
             found = wavefront(instance)
             label = f"waves as printed: {found.waves}, {found.seconds:.4g} s with their barriers"
             return {label: found.schedule}
-        return find_schedules(instance, bound_s=bound_s, budget=budget)
+        return find_schedules(
+            instance,
+            bound_s=bounds.total_s,
+            configurations=bounds.configurations,
+            budget=budget,
+        )
 
     def _with_cut_costs(
         self, scalings: Sequence[Scaling], instance: Instance, rounds: int
@@ -413,8 +423,7 @@ def _fitting(
             budget = finder.part(_BOUND_SHARE)
             bounds[rounds] = round_bounds(at_own_best.instance, rounds, budget)
         if searched:
-            bound_s = bounds[rounds].total_s
-            found += finder.searched(searched, rounds, bound_s, is_first=not found)
+            found += finder.searched(searched, rounds, bounds[rounds], is_first=not found)
         if not all(item.staged for item in found) or further > _FURTHER_ROUNDS:
             break
         if not (can_fit_unstaged or (finder.staged_can_fit and not found)):
