@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmplan.costs.program_costs import CostModel
 from mmplan.planning.measured_trials import SimulatedPlan
 from mmplan.planning.refinement import RefinedPlan, Refinement
-from mmplan.planning.unit_polish import polished
+from mmplan.planning.unit_polish import polish_notes, polished
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.faults import plan_faults
@@ -93,6 +93,31 @@ def of_other_sizes(plan: Plan) -> Iterator[Plan]:
             changed = own.model_copy(update={"microbatches": (cut(sum(row), size, pinned=False),)})
             units = (*plan.units[:index], changed, *plan.units[index + 1 :])
             yield plan.model_copy(update={"units": units})
+
+
+def test_one_unit_alone_may_have_split_backwards() -> None:
+    """Its weight gradients are computed beside the long sum of the unit before it."""
+    ranks = [[[0]], [[1]]]
+    plan = make_plan(
+        unit("a", dp=2, kind="1f1b", ranks=ranks),
+        unit("b", "a", dp=2, kind="1f1b", ranks=ranks),
+        losses=[loss("regression", "b")],
+        batch=2,
+    )
+    modules = {n: module_profile(1.0, 2.0, parameters=2e9 * (n == "a")) for n in "ab"}
+    fast = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e9}
+    costs = CostModel(profile(modules, 2, intra=fast))
+
+    def better(own: Plan, other: Plan) -> Plan | None:
+        other = other.model_copy(update={"predicted": predict(other, costs)})
+        return other if other.predicted.iteration_s < own.predicted.iteration_s else None
+
+    plan = plan.model_copy(update={"predicted": predict(plan, costs)})
+    best = polished(plan, job_of(plan), better)
+    assert [unit.schedule.split_backward for unit in best.units] == [False, True]
+    assert polish_notes(best, plan)[0].startswith("b has split backwards: ")
+    # The workload may forbid it.
+    assert polished(plan, job_of(plan, split_backward=False), better) is plan
 
 
 def test_the_chosen_plan_is_polished(tmp_path: Path) -> None:

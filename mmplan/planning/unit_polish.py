@@ -61,13 +61,13 @@ def _resized(unit: Unit, size: int, pins: Pins) -> Unit:
 
 
 def _other_schedules(unit: Unit, pins: Pins) -> Iterator[Unit]:
-    """The unit with other leads; one with split backwards with whole ones or as many in flight."""
+    """The unit with other leads, with split backwards or whole ones, or as many in flight."""
     own = unit.schedule
     leads = (own.lead - 1, own.lead + 1, own.lead + 3) if POLICIES[own.kind].runs_ahead else ()
     changes: list[dict[str, int | bool]] = [{"lead": lead} for lead in leads if lead >= 0]
-    if own.split_backward and pins.split_backward == "auto":
-        changes.append({"split_backward": False, "even_in_flight": False})
-        if unit.pp > 1:
+    if pins.split_backward == "auto":
+        changes.append({"split_backward": not own.split_backward, "even_in_flight": False})
+        if own.split_backward and unit.pp > 1:
             changes.append({"even_in_flight": not own.even_in_flight})
     for change in changes:
         yield unit.model_copy(update={"schedule": own.model_copy(update=change)})
@@ -108,7 +108,7 @@ def _what_changed(unit: Unit, old: Unit) -> str:
     if new.lead != own.lead:
         parts.append(f"a lead of {new.lead} in place of {own.lead}")
     if new.split_backward != own.split_backward:
-        parts.append("whole backwards")
+        parts.append(f"{'split' if new.split_backward else 'whole'} backwards")
     elif new.even_in_flight != own.even_in_flight:
         parts.append("as many in flight" if new.even_in_flight else "fewer in flight")
     return f"{unit.name} has {' and '.join(parts)}"
