@@ -9,8 +9,9 @@ D, E = replicas.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
@@ -18,7 +19,10 @@ from itertools import chain, pairwise
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
+from mmplan.costs.hardware import load_hardware
+from mmplan.costs.program_costs import MOST_PARTS
 from mmplan.planning.neighbours.layout import LayoutSpace, PlanLayout, UnitChoice
+from mmplan.program.shards import BUCKET_BYTES
 from mmplan.schema.cluster import Link
 from mmplan.solvers.cost_table import StageCosts, reductions_s
 from mmplan.solvers.partitioner import module_stages
@@ -51,9 +55,14 @@ class LayoutEstimates:
 
     Args:
         space: of the layouts.
+
+    Attributes:
+        hides_sums: estimates of steps know what hides sums of gradients inside a node too. They are
+            nearer to the step mostly, but what they prefer is no better: so both are of use.
     """
 
     def __init__(self, space: LayoutSpace) -> None:
+        self.hides_sums = False
         self._space, self._request, self._owners = space, space.request, space.owners
         self._consumers = [
             (index, producer) for index, own in enumerate(space.producers) for producer in own
@@ -62,7 +71,9 @@ class LayoutEstimates:
         self._seconds = cache(self._seconds_of)
         self._sum_s, self._sums = cache(self._reduction_s), cache(self._of_reductions)
         self._group_busy_s, self._row = cache(self._busy_of), cache(self._busy_row)
-        self._turns = cache(self._turns_of)
+        self._turns, self._later = cache(self._turns_of), cache(self._later_of)
+        slowdown = load_hardware().compute_slowdown(self._request.cluster.device)
+        self._beside = 1 - 1 / slowdown
         self._node_seconds: dict[tuple[object, ...], tuple[float, float]] = {}
         self._edge_bytes, self._inside_bytes = cache(self._of_edge), cache(self._of_stages)
         self._summed_bytes = cache(self._of_sums)
@@ -200,15 +211,61 @@ class LayoutEstimates:
                 if units := [index for index in share if index in turn]:
                     path_s = max(into[i] + own[i].through_s + after[i] for i in units)
                     fill_s = max(0.0, path_s - sum(own[i].slot_s for i in units))
-                    left_s = max((sums_s[i] for i in units if last[i] == number), default=0.0)
+                    sums = {i: sums_s[i] for i in units if last[i] == number}
                     busy = {i: float(own[i].busy_s.max()) for i in units}
                     most_s = self._busy_s(layout, [i for i in whole if i in turn])
                     end_s = free_s[place] + min(most_s, sum(busy.values()))
                     end_s = max(end_s, *(late[i] + own_s for i, own_s in busy.items())) + fill_s
-                    free_s[place], total_s = end_s, max(total_s, end_s + left_s)
+                    tail_s = max(sums.values(), default=0.0)
+                    if self.hides_sums:
+                        left = {i: self._left_s(layout, i, sum_s) for i, sum_s in sums.items()}
+                        tail_s = self._tail_s(busy, left)
+                    free_s[place], total_s = end_s, max(total_s, end_s + tail_s)
         # Sums of gradients begin during the last backwards.
         hidden_s = max(sum(own[i].backward_s for i in group) for group in layout.groups)
         return max(total_s, max(free_s) + max(0.0, link_sums_s - hidden_s))
+
+    def _tail_s(self, busy: Mapping[int, float], left: Mapping[int, float]) -> float:
+        """Of sums after all computes of some devices, whose tasks run side by side.
+
+        Those of what one task has alone go on beside the tasks after it: these come in the order of
+        what is left of sums, most first.
+
+        Args:
+            busy: seconds of units' computes.
+            left: of their sums of gradients, beside no computes of other tasks.
+
+        Source: Jackson, Scheduling a production line to minimize maximum tardiness, 1955.
+        """
+        computes, sums, tail_s = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
+        for index, own_s in busy.items():
+            task = self._space.modules[index][1].task.name
+            computes[task] += own_s
+            if self._owners.count(self._owners[index]) > 1:
+                tail_s = max(tail_s, left.get(index, 0.0))
+            else:
+                sums[task] = max(sums[task], left.get(index, 0.0))
+        after_s = sum(computes.values())
+        for task in sorted(computes, key=lambda own: -sums[own]):
+            after_s -= computes[task]
+            tail_s = max(tail_s, sums[task] - after_s)
+        return tail_s
+
+    def _left_s(self, layout: PlanLayout, index: int, sum_s: float) -> float:
+        """Of a sum of gradients, beside no computes: they begin during the last backwards."""
+        own = self.cost(index, layout.choices[index])
+        parts = min(MOST_PARTS, max(1, math.ceil(own.gradient_bytes / BUCKET_BYTES)))
+        later = self._later(index, layout.group_of(index))
+        later_s = sum(self.cost(i, layout.choices[i]).backward_s for i in later)
+        hidden_s = own.backward_s * (1 - 1 / parts) + later_s
+        return max(sum_s - hidden_s, sum_s * max(self._beside, 1 / parts))
+
+    def _later_of(self, index: int, group: tuple[int, ...]) -> list[int]:
+        """Units of a group whose backwards come after a unit's."""
+        found = set(self._space.producers[index])
+        for producer in sorted(found):
+            found |= set(self._later_of(producer, group))
+        return sorted(found & set(group))
 
     def _turns_of(self, in_turn: tuple[str, ...]) -> tuple[list[set[int]], list[int]]:
         """The units of each turn, and of each unit the last turn that adds to its gradients."""
