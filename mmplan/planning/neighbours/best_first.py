@@ -19,7 +19,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mmplan.planning.measured_trials import rounded
 from mmplan.planning.neighbours.changes import Tuning
@@ -47,8 +47,10 @@ _TRIED_TWICE = 2
 _UNSEEN_SHARE = 0.5
 # This share of the step at least.
 _LEAST_UNSEEN = 0.05
-# Changes of units that the best step does not wait for come as if they took so many times as long.
+# Changes of units that a step does not wait for come as if they took so many times as long, and
+# others that are new only in such units.
 _LATER = 1.05
+_LITTLE_LATER = 1.01
 _IN_FLIGHT = ("leads", "backwards")
 # Steps are equal but for rounding.
 _SAME = 1 + 1e-9
@@ -69,6 +71,35 @@ class Neighbours:
     candidate: Candidate | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Centre:
+    """A layout around which others are tried.
+
+    Attributes:
+        plan: of the layout.
+        start: that led to it.
+        slack: units that its step does not wait for, or whose changes left it as it was.
+        tried: what was tried of the other units.
+    """
+
+    layout: PlanLayout
+    plan: Plan
+    start: Plan
+    slack: set[int] = field(default_factory=set)
+    tried: set[object] = field(default_factory=set)
+
+    def news(self, other: PlanLayout) -> object:
+        """What another layout has of units that the step waits for; None where that was tried."""
+        units = (_changed(self.layout, other) | _led_otherwise(self.layout, other)) - self.slack
+        settings = other.zero, other.backwards, other.rule, other.timed, other.in_turn
+        own = self.layout
+        if not units and settings == (own.zero, own.backwards, own.rule, own.timed, own.in_turn):
+            return None
+        choices = ((i, other.choices[i], other.group_of(i)) for i in units)
+        found = settings, frozenset(choices)
+        return None if found in self.tried else found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Untried:
     """A layout that waits for its trial.
@@ -76,30 +107,21 @@ class _Untried:
     Attributes:
         expected_s: what its step should take, by what is known.
         promised_s: what it may take.
-        start: that changes led to it from.
+        around: that changes led to it from.
         limit_s: the search goes on from it if it takes less.
         factor: by which ``expected_s`` is more than estimated.
-        waits: it was put back, since only units differ that the best plan does not wait for.
+        waits: it was put back, since only units differ that the other plan does not wait for.
         later: share of the best step by which it was put back, since its degrees gained nothing.
     """
 
     layout: PlanLayout
     expected_s: float
     promised_s: float
-    start: Plan
+    around: _Centre
     limit_s: float = math.inf
     factor: float = 1.0
     waits: bool = False
     later: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Centre:
-    """A layout with its plan, around which others are tried, and the start that led to it."""
-
-    layout: PlanLayout
-    plan: Plan
-    start: Plan
 
 
 class BestFirstSearch:
@@ -123,6 +145,8 @@ class BestFirstSearch:
         # left the step as it was.
         self._tunings: dict[PlanLayout, Tuning] = {}
         self._in_vain: Counter[Tuning] = Counter()
+        # The best plan of each set of degrees and order.
+        self._best_of: dict[object, Neighbours] = {}
         # By degrees, trials since the last gain.
         self._tried_degrees: Counter[object] = Counter()
         # Of equal estimates the first is tried first.
@@ -150,8 +174,6 @@ class BestFirstSearch:
         centre = self._begin(starts)
         # Whose pairs of changes are still to come.
         around, are_small_tried = centre, False
-        # Units that the centre's step does not wait for, or whose changes left it as it was.
-        slack: set[int] = set()
         while centre is not None:
             if around is not None and (in_vain >= _PATIENCE or not self._heap):
                 self._push(self._changes.pairs(around.layout), around, math.inf)
@@ -165,7 +187,7 @@ class BestFirstSearch:
             if not self._heap or not self._may_gain:
                 break
             own = heapq.heappop(self._heap)[-1]
-            layout, expected_s, start = own.layout, own.expected_s, own.start
+            layout, expected_s, parent = own.layout, own.expected_s, own.around
             tuning = self._tunings.get(layout)
             if tuning and self._in_vain[tuning] >= _TRIED_TWICE:
                 continue
@@ -181,10 +203,12 @@ class BestFirstSearch:
                 later_s = own.promised_s + (later - own.later) * self._best_s
                 self._add(replace(own, promised_s=later_s, later=later))
                 continue
-            changed = _changed(centre.layout, layout)
-            centre_s = rounded(centre.plan.predicted.iteration_s)
-            if not own.waits and changed and changed <= slack:
-                later_s = max(own.promised_s, _LATER * centre_s)
+            news = parent.news(layout)
+            parent_s = rounded(parent.plan.predicted.iteration_s)
+            if news is None and not own.waits:
+                in_slack = _changed(parent.layout, layout) <= parent.slack
+                later_s = (_LATER if in_slack else _LITTLE_LATER) * parent_s
+                later_s = max(own.promised_s, later_s)
                 self._add(replace(own, promised_s=later_s, waits=True))
                 continue
             needed = self._trials.needed(layout)
@@ -204,28 +228,38 @@ class BestFirstSearch:
                 layout,
                 plan.predicted.iteration_s * own.factor / expected_s if expected_s else 1.0,
             )
-            found = _Centre(layout, plan, start)
+            step_s = rounded(plan.predicted.iteration_s)
+            changed = _changed(parent.layout, layout)
+            parent.tried.add(news)
+            slack = parent.slack - changed
+            if step_s <= _FAR * self._best_s and (critical := self._trials.critical_units(plan)):
+                slack = set(range(len(layout.choices))) - critical
+            found = _Centre(layout, plan, parent.start, slack)
+            of_kind = Neighbours(plan=plan, start=parent.start, candidate=candidate)
+            kind = degrees_of(layout), layout.rule, layout.timed
+            if merit(plan) < merit(self._best_of.setdefault(kind, of_kind).plan):
+                self._best_of[kind] = of_kind
             if merit(plan) < merit(best.plan):
-                best = Neighbours(plan=plan, start=start, candidate=candidate)
+                best = of_kind
                 self._best_s, in_vain = plan.predicted.iteration_s, 0
                 self._tried_degrees.clear()
             if merit(plan) < merit(centre.plan):
                 around = centre = found
-                slack -= changed
-                if critical := self._trials.critical_units(plan):
-                    slack = set(range(len(layout.choices))) - critical
-            step_s = rounded(plan.predicted.iteration_s)
             if tuning:
                 is_same = step_s == rounded(own.limit_s)
                 self._in_vain[tuning] = self._in_vain[tuning] + 1 if is_same else 0
-            if step_s == centre_s:
-                slack |= changed
+            if step_s == parent_s:
+                parent.slack.update(changed or slack)
             if step_s != rounded(own.limit_s):
                 gains = step_s * _SAME < own.limit_s
                 others = self._passed if gains else self._worse
                 heapq.heappush(others, (step_s, next(self._numbers), found))
             self._go_on_from(self._passed, _NEAR)
             yield best
+
+    def best_of_kinds(self, number: int) -> list[Neighbours]:
+        """So many of the best plans that were tried, with other degrees or orders each."""
+        return heapq.nsmallest(number, self._best_of.values(), key=lambda own: merit(own.plan))
 
     def _go_on_from(self, others: list[tuple[float, int, _Centre]], factor: float) -> None:
         """Look around the first new one of layouts that take up to this times the best step."""
@@ -253,7 +287,7 @@ class BestFirstSearch:
             self._learn(layout, 1.0)
             is_ordered = layout.shares_devices and own.plan.order is None
             if is_ordered or own.plan.waves or self._space.units_of(layout) != own.plan.units:
-                self._add(_Untried(layout=layout, expected_s=0.0, promised_s=0.0, start=own.start))
+                self._add(_Untried(layout=layout, expected_s=0.0, promised_s=0.0, around=own))
             self._expand(own)
         return next(iter(centres.values()), None)
 
@@ -329,7 +363,7 @@ class BestFirstSearch:
                         expected_s=rounded(expected_s),
                         promised_s=promised_s,
                         limit_s=limit_s,
-                        start=own.start,
+                        around=own,
                     )
                 )
 
@@ -358,6 +392,12 @@ def _changed(layout: PlanLayout, other: PlanLayout) -> set[int]:
     }
     kept = set(other.groups)
     return found | {i for group in layout.groups if group not in kept for i in group}
+
+
+def _led_otherwise(layout: PlanLayout, other: PlanLayout) -> set[int]:
+    """Units that have other leads."""
+    pairs = enumerate(zip(layout.choices, other.choices, strict=True))
+    return {i for i, (own, its) in pairs if (own.lead, own.sync_lead) != (its.lead, its.sync_lead)}
 
 
 def _runs(choice: UnitChoice) -> tuple[object, ...]:

@@ -7,7 +7,8 @@ the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_fi
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
 groups. The few that promise most are tried first, and the best of them are the starts of a search
 of their own. The two searches take turns, and that with the better plan comes first in each. Where
-no solver has a plan that fits, the first small layout that does is the plan.
+much may be gained, both begin anew, by estimates in which more hides sums of gradients. Where no
+solver has a plan that fits, the first small layout that does is the plan.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _TURN_SHARE = 1 / 8
 # A turn ends after so many trials in a row that gained nothing, and a search after so many.
 _TURN_IN_VAIN = 30
 _IN_VAIN = 200
+# Plans of a search beside its best that are refined too where they are about as fast.
+_KINDS = 4
 # A search that still gains goes on: a hundredth of the step is worth a tenth of the budget, where
 # no more than this share of it is left.
 _GAIN_BUDGETS = 10
@@ -50,10 +53,11 @@ class NeighbourSearch:
     Args:
         trials: of layouts, with the budget of the whole search.
         least_s: no plan takes less.
+        more_s: seconds of a quiet core for a second search, by other estimates.
     """
 
-    def __init__(self, trials: LayoutTrials, *, least_s: float) -> None:
-        self._trials, self._least_s = trials, least_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float, more_s: float = 0.0) -> None:
+        self._trials, self._least_s, self._more_s = trials, least_s, more_s
         self._whole_s = trials.budget.left_s
 
     @property
@@ -62,29 +66,53 @@ class NeighbourSearch:
         return self._trials.evaluations
 
     def run(self, starts: Sequence[Plan]) -> list[Neighbours]:
-        """The best plan of each search, the best first; those without a candidate are starts.
+        """The best plans of each search, the best first; those without a candidate are starts.
+
+        Of each it is the best, and others of other degrees or orders, which may gain more later.
 
         Args:
             starts: simulated, best first; one at least.
         """
-        origins, uniform = [starts], self._simulated_uniform(starts[0])
+        found = self._searched(starts, starts[0])
+        if self._more_s > 0:
+            self._trials.estimates.hides_sums = True
+            self._whole_s = self._more_s
+            self._trials.budget.earn(self._more_s, most_s=math.inf)
+            known = {id(plan) for plan in starts}
+            own = self._searched(sorted([found[0].plan, *starts], key=merit), starts[0])
+            found += [
+                best if id(best.start) in known else replace(best, start=starts[0])
+                for best in own
+                if best.candidate
+            ]
+        return sorted(found, key=lambda best: merit(best.plan))
+
+    def _searched(self, starts: Sequence[Plan], start: Plan) -> list[Neighbours]:
+        """What two searches find, one of starts and one of uniform layouts.
+
+        Args:
+            start: what uniform layouts are reported to come from.
+        """
+        origins, uniform = [starts], self._simulated_uniform(start)
         if uniform and not self._is_same(uniform[0].plan, starts[0]):
             origins.append([own.plan for own in uniform])
             origins.sort(key=lambda own: merit(own[0]))
         best_of = [Neighbours(plan=own[0], start=own[0]) for own in origins]
-        searches = [
-            BestFirstSearch(self._trials, least_s=self._least_s).run(own) for own in origins
-        ]
+        searches = [BestFirstSearch(self._trials, least_s=self._least_s) for _ in origins]
+        runs = [search.run(own) for search, own in zip(searches, origins, strict=True)]
         turn = _TURN_IN_VAIN, _TURN_SHARE * self._trials.budget.left_s
         for most, spent_s in (*[turn] * _TURNS, (_IN_VAIN, math.inf)):
             for place in sorted(range(len(origins)), key=lambda n: merit(best_of[n].plan)):
-                best_of[place] = self._go_on(searches[place], best_of[place], most, spent_s)
+                best_of[place] = self._go_on(runs[place], best_of[place], most, spent_s)
         found: list[Neighbours] = []
-        for own, best in zip(origins, best_of, strict=True):
-            if own is not starts:
-                best = uniform[0] if best.candidate is None else replace(best, start=starts[0])
-            found.append(best)
-        return sorted(found, key=lambda best: merit(best.plan))
+        for own, best, search in zip(origins, best_of, searches, strict=True):
+            if own is not starts and best.candidate is None:
+                best = uniform[0]
+            others = [other for other in search.best_of_kinds(_KINDS) if other is not best]
+            found += [
+                item if own is starts else replace(item, start=start) for item in (best, *others)
+            ]
+        return found
 
     def _go_on(
         self, search: Iterator[Neighbours], best: Neighbours, most: int, spent_s: float
