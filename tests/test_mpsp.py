@@ -319,7 +319,8 @@ def test_configurations_fit_the_devices_and_run_every_chain(instance: Instance) 
             one = instance.chains[m]
             done[m] += own.seconds / one.forward_s[one.counts.index(count)].sum()
     if all(len(scaling_classes(own.forward_s)) == 1 for own in instance.chains):
-        assert done == pytest.approx(1.0, rel=1e-3)
+        # Where devices are left over they may run for longer.
+        assert (done > 1 - 1e-3).all()
     assert (done > 0).all()
     assert sum(own.seconds for own in bound.configurations) >= bound.seconds * (1 - 1e-6)
 
