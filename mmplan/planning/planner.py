@@ -89,9 +89,10 @@ ALWAYS_SEARCHED = 2_048
 MOST_DEVICES = 1_000_000
 # Plans that take up to this times the best step are all refined; chosen by hand.
 NEARLY_AS_FAST = 1.02
-# Where the bound leaves more than this to gain, there is a second search of neighbours, by other
-# estimates. Where it leaves twice as much, it has as much budget as the first. Chosen by hand.
-GAP_OF_SECOND = 0.5
+# Where the bound leaves more than this to gain, and the budget is for so many trials of neighbours,
+# there are other searches by other estimates. Chosen by hand.
+GAP_OF_OTHERS = 0.1
+TRIALS_OF_OTHERS = 20
 # Tensor-parallel groups leave devices idle on nodes that they do not fill; chosen by hand.
 NODE_SLACK = 2
 
@@ -366,7 +367,7 @@ class _PlanSearch:
         return [SimulatedPlan(solution=solution, candidate=candidate, plan=plan)]
 
     def _neighbour_search(
-        self, solution: Solution, plans: int, *, budget_s: float, more_s: float = 0.0
+        self, solution: Solution, plans: int, *, budget_s: float, gap: float = 0.0
     ) -> NeighbourSearch:
         budget = SearchBudget(budget_s)
 
@@ -382,14 +383,16 @@ class _PlanSearch:
             budget.spend(price * (self._plans.effort - before) / INSTRUCTIONS_PER_S)
             return plan if is_compiled and fits else None, needed
 
+        trial_s = self._plans.effort / plans / INSTRUCTIONS_PER_S
         trials = LayoutTrials(
             self._request,
             trial=trial,
             critical_modules=self._plans.critical_modules,
-            trial_s=self._plans.effort / plans / INSTRUCTIONS_PER_S,
+            trial_s=trial_s,
             budget=budget,
         )
-        return NeighbourSearch(trials, least_s=solution.formula_bound_s, more_s=more_s)
+        again = gap > GAP_OF_OTHERS and budget_s > TRIALS_OF_OTHERS * trial_s
+        return NeighbourSearch(trials, least_s=solution.formula_bound_s, again=again)
 
     def neighbours(
         self, plans: Sequence[SimulatedPlan], *, budget_s: float
@@ -407,8 +410,7 @@ class _PlanSearch:
         solution = of_neighbours(least_s)
         gap = first.predicted.iteration_s / least_s - 1 if least_s else math.inf
         all_s = budget_s / (1 - UNIFORM_SHARE)
-        more_s = all_s * max(0.0, min(1.0, gap / GAP_OF_SECOND - 1))
-        search = self._neighbour_search(solution, len(plans), budget_s=all_s, more_s=more_s)
+        search = self._neighbour_search(solution, len(plans), budget_s=all_s, gap=gap)
         found = search.run([item.plan for item in ranked])
         first_s = first.predicted.iteration_s
         gain = 1 - found[0].plan.predicted.iteration_s / first_s

@@ -32,6 +32,9 @@ BOTH_WITHIN = 1.05
 POLISHED_BY = 0.999
 # A step that may lose less than this share gets as much less effort for them; chosen by hand.
 POLISHED_WHOLLY = 0.06
+# The best few are polished, for so many times the effort of one; chosen by hand.
+MOST_POLISHED = 5
+POLISH_EFFORTS = 4
 # A change that takes more than the effort divided by this is not simulated: a plan of few
 # instructions gets many where its replicas are cut unevenly. Chosen by hand.
 POLISHED_OFTEN = 3
@@ -105,8 +108,8 @@ class Refinement:
         Args:
             plans: the best first.
             all_of_them: those too that are slower by their computes alone.
-            both: those that are near the best get split backwards in an order of their own too, and
-                the best is polished.
+            both: those that are near the best get split backwards in an order of their own and
+                uneven shares too, and the best few are polished.
             is_best_first: whether the first is the best of all, and refined however large it is.
         """
         found = [RefinedPlan(plain=x, reordered=x, split=x) for x in plans]
@@ -134,20 +137,44 @@ class Refinement:
                 split = first
             known = self._summed(RefinedPlan(plain=plain, reordered=reordered, split=split))
             found[position] = self._known[id(first.plan)] = known
-        best = min(found, key=lambda x: step_s(x.final))
-        for position, x in enumerate(found) if both else ():
-            spent = self._plans.effort - effort_before
-            is_large = spent + self._plans.instructions_of(x.plain.plan) > INSTRUCTIONS_OF_FIRST
-            is_near = step_s(x.final) <= BOTH_WITHIN * step_s(best.final)
-            if x is best or (is_near and not is_large):
-                split = self._both_changed(x.split)
-                even = self._shared_out(split)
-                found[position] = self._shorter(x, replace(x, split=split, shared_out=even))
         if both:
-            position = min(range(len(found)), key=lambda n: step_s(found[n].final))
-            x = found[position]
-            found[position] = self._shorter(x, replace(x, polished=self._polished(x.computed)))
+            self._change_best(found, self._changed_wholly, effort=INSTRUCTIONS_OF_FIRST)
+            effort = POLISH_EFFORTS * INSTRUCTIONS_OF_FIRST
+            self._change_best(found, self._with_polish, effort=effort, most=MOST_POLISHED)
         return found
+
+    def _change_best(
+        self,
+        found: list[RefinedPlan],
+        change: Callable[[RefinedPlan], RefinedPlan],
+        *,
+        effort: float,
+        most: int | None = None,
+    ) -> None:
+        """Change the best, and others near it of other steps while effort is left.
+
+        Args:
+            effort: instructions that are simulated.
+            most: so many plans at most.
+        """
+        last = self._plans.effort + effort
+        position_of: dict[float, int] = {}
+        for position, x in enumerate(found):
+            position_of.setdefault(step_s(x.final), position)
+        order = sorted(position_of)[:most]
+        for own_s in order:
+            x = found[position_of[own_s]]
+            is_large = self._plans.effort + self._plans.instructions_of(x.plain.plan) > last
+            if own_s == order[0] or (own_s <= BOTH_WITHIN * order[0] and not is_large):
+                found[position_of[own_s]] = self._shorter(x, change(x))
+
+    def _changed_wholly(self, x: RefinedPlan) -> RefinedPlan:
+        """A plan with split backwards in an order of their own, and uneven shares."""
+        split = self._both_changed(x.split)
+        return replace(x, split=split, shared_out=self._shared_out(split))
+
+    def _with_polish(self, x: RefinedPlan) -> RefinedPlan:
+        return replace(x, polished=self._polished(x.computed))
 
     def _shorter(self, x: RefinedPlan, changed: RefinedPlan) -> RefinedPlan:
         """The shorter one with its sums in order: what gains before that may lose with it."""

@@ -258,8 +258,11 @@ class BestFirstSearch:
             yield best
 
     def best_of_kinds(self, number: int) -> list[Neighbours]:
-        """So many of the best plans that were tried, with other degrees or orders each."""
-        return heapq.nsmallest(number, self._best_of.values(), key=lambda own: merit(own.plan))
+        """So many of the best plans that were tried, of other degrees or orders and steps each."""
+        best_of: dict[float, Neighbours] = {}
+        for own in sorted(self._best_of.values(), key=lambda own: merit(own.plan)):
+            best_of.setdefault(rounded(own.plan.predicted.iteration_s), own)
+        return list(best_of.values())[:number]
 
     def _go_on_from(self, others: list[tuple[float, int, _Centre]], factor: float) -> None:
         """Look around the first new one of layouts that take up to this times the best step."""

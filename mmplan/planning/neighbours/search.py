@@ -7,7 +7,8 @@ the layouts of the solvers' best plans (:mod:`mmplan.planning.neighbours.best_fi
 No change leads from the starts to some *uniform* layouts, whose units run alike in one or two
 groups. The few that promise most are tried first, and the best of them are the starts of a search
 of their own. The two searches take turns, and that with the better plan comes first in each. Where
-much may be gained, both begin anew, by estimates in which more hides sums of gradients. Where no
+much may be gained, both begin anew, by estimates in which more hides sums of gradients; then they
+do so with the best plan so far as a start, and uniform layouts with other groups apart. Where no
 solver has a plan that fits, the first small layout that does is the plan.
 """
 
@@ -33,9 +34,11 @@ _UNIFORM = 8
 _ALIKE = 2
 # Share of the budget that there is because of these. Their own trials get half of it at most.
 UNIFORM_SHARE = 0.3
-# Each of two searches has so many turns, of this share of the budget. The better one has the rest.
+# Origins of uniform layouts with other groups.
+_BY_GROUPS = 4
+# Searches have so many turns each, which take this share of the budget. The best one has the rest.
 _TURNS = 2
-_TURN_SHARE = 1 / 8
+_TURNS_SHARE = 1 / 4
 # A turn ends after so many trials in a row that gained nothing, and a search after so many.
 _TURN_IN_VAIN = 30
 _IN_VAIN = 200
@@ -53,11 +56,11 @@ class NeighbourSearch:
     Args:
         trials: of layouts, with the budget of the whole search.
         least_s: no plan takes less.
-        more_s: seconds of a quiet core for a second search, by other estimates.
+        again: whether other searches follow, by other estimates and with as much budget each.
     """
 
-    def __init__(self, trials: LayoutTrials, *, least_s: float, more_s: float = 0.0) -> None:
-        self._trials, self._least_s, self._more_s = trials, least_s, more_s
+    def __init__(self, trials: LayoutTrials, *, least_s: float, again: bool = False) -> None:
+        self._trials, self._least_s, self._again = trials, least_s, again
         self._whole_s = trials.budget.left_s
 
     @property
@@ -66,51 +69,65 @@ class NeighbourSearch:
         return self._trials.evaluations
 
     def run(self, starts: Sequence[Plan]) -> list[Neighbours]:
-        """The best plans of each search, the best first; those without a candidate are starts.
+        """The best plans of all searches, the best first; those without a candidate are starts.
 
-        Of each it is the best, and others of other degrees or orders, which may gain more later.
+        Of each search they are its best, and others of other degrees or orders, which may gain
+        more later.
 
         Args:
             starts: simulated, best first; one at least.
         """
-        found = self._searched(starts, starts[0])
-        if self._more_s > 0:
+        own = [Neighbours(plan=plan, start=plan) for plan in starts]
+        found = self._searched([own, *self._unlike(starts[0], self._simulated_uniform(starts[0]))])
+        if self._again:
             self._trials.estimates.hides_sums = True
-            self._whole_s = self._more_s
-            self._trials.budget.earn(self._more_s, most_s=math.inf)
-            known = {id(plan) for plan in starts}
-            own = self._searched(sorted([found[0].plan, *starts], key=merit), starts[0])
-            found += [
-                best if id(best.start) in known else replace(best, start=starts[0])
-                for best in own
-                if best.candidate
-            ]
-        return sorted(found, key=lambda best: merit(best.plan))
+            self._begin_again()
+            uniform = self._simulated_uniform(starts[0])
+            found += self._searched([own, *self._unlike(starts[0], uniform)])
+            self._begin_again()
+            own = sorted([*own, min(found, key=_merit)], key=_merit)
+            found += self._searched([own, *self._by_groups(uniform)])
+        return sorted(found, key=_merit)
 
-    def _searched(self, starts: Sequence[Plan], start: Plan) -> list[Neighbours]:
-        """What two searches find, one of starts and one of uniform layouts.
+    def _begin_again(self) -> None:
+        self._trials.budget.earn(self._whole_s, most_s=self._whole_s)
+
+    def _unlike(self, start: Plan, uniform: list[Neighbours]) -> list[list[Neighbours]]:
+        """Uniform layouts as an origin, if their best is not the start."""
+        return [uniform] if uniform and not self._is_same(uniform[0].plan, start) else []
+
+    def _by_groups(self, uniform: Sequence[Neighbours]) -> list[list[Neighbours]]:
+        """Origins of uniform layouts, each of those with the same groups of devices."""
+        found: defaultdict[tuple[tuple[int, ...], ...], list[Neighbours]] = defaultdict(list)
+        for own in uniform:
+            if layout := self._trials.space.layout_of(own.plan):
+                found[layout.groups].append(own)
+        return list(found.values())[:_BY_GROUPS]
+
+    def _searched(self, origins: Sequence[list[Neighbours]]) -> list[Neighbours]:
+        """What searches find that begin at these and take turns.
 
         Args:
-            start: what uniform layouts are reported to come from.
+            origins: of each search, the best first.
         """
-        origins, uniform = [starts], self._simulated_uniform(start)
-        if uniform and not self._is_same(uniform[0].plan, starts[0]):
-            origins.append([own.plan for own in uniform])
-            origins.sort(key=lambda own: merit(own[0]))
-        best_of = [Neighbours(plan=own[0], start=own[0]) for own in origins]
+        origins = sorted(origins, key=lambda own: _merit(own[0]))
+        best_of = [own[0] for own in origins]
         searches = [BestFirstSearch(self._trials, least_s=self._least_s) for _ in origins]
-        runs = [search.run(own) for search, own in zip(searches, origins, strict=True)]
-        turn = _TURN_IN_VAIN, _TURN_SHARE * self._trials.budget.left_s
+        runs = [
+            search.run([item.plan for item in own])
+            for search, own in zip(searches, origins, strict=True)
+        ]
+        turn = _TURN_IN_VAIN, _TURNS_SHARE / len(origins) * self._trials.budget.left_s
         for most, spent_s in (*[turn] * _TURNS, (_IN_VAIN, math.inf)):
-            for place in sorted(range(len(origins)), key=lambda n: merit(best_of[n].plan)):
+            for place in sorted(range(len(origins)), key=lambda n: _merit(best_of[n])):
                 best_of[place] = self._go_on(runs[place], best_of[place], most, spent_s)
         found: list[Neighbours] = []
         for own, best, search in zip(origins, best_of, searches, strict=True):
-            if own is not starts and best.candidate is None:
-                best = uniform[0]
+            start_of = {id(item.plan): item.start for item in own}
             others = [other for other in search.best_of_kinds(_KINDS) if other is not best]
             found += [
-                item if own is starts else replace(item, start=start) for item in (best, *others)
+                item if item is own[0] else replace(item, start=start_of[id(item.start)])
+                for item in (best if best.candidate else own[0], *others)
             ]
         return found
 
@@ -183,7 +200,7 @@ class NeighbourSearch:
             plan, _ = trials.run(layout, candidate)
             if plan is not None:
                 found.append(Neighbours(plan=plan, start=start, candidate=candidate))
-        return sorted(found, key=lambda own: merit(own.plan))
+        return sorted(found, key=_merit)
 
     def _uniform(self, least_zero: int) -> list[PlanLayout]:
         """The few that promise most of those that fit."""
@@ -207,3 +224,7 @@ class NeighbourSearch:
                     break
         every = itertools.chain(*best_of.values())
         return [layout for _, _, layout in heapq.nsmallest(_UNIFORM, every)]
+
+
+def _merit(own: Neighbours) -> tuple[float, int]:
+    return merit(own.plan)
